@@ -26,8 +26,10 @@ def DS4Sci_EvoformerAttention(
     """Attend as deepspeed.ops.deepspeed4science.DS4Sci_EvoformerAttention does.
 
     o = softmax(q k^T / sqrt(D) + biases[0] + biases[1]) v for each row of each batch. Gradients of
-    q, k, v and both biases are exact; of biases[0] below -61,440 (a mask) the gradient is 0. A row
-    whose keys are all masked by one number attends as if none were, which is what the formula says.
+    q, k, v and both biases are exact, with two exceptions: of biases[0] below -61,440 (a mask) the
+    gradient is 0, and on Hopper (`gluon`) a query whose logits have |logsumexp| >= 2^24 adds
+    nothing to any. A row whose keys are all masked by one number attends as if none were, which is
+    what the formula says.
 
     Args:
         Q: (*, N, Sq, H, D), any number of batch dims before the rows N; float16, bfloat16, float32,
@@ -81,7 +83,8 @@ def triangle_attention(
     """Attend as cuequivariance_torch.triangle_attention does.
 
     o = softmax(scale * q k^T + bias) v over the keys that `mask` shows. Gradients of q, k, v and
-    bias are exact. Results differ in one case: where `mask` hides all keys of a row, the row
+    bias are exact, but on Hopper (`gluon`) a query whose logits have |logsumexp| >= 2^24 adds
+    nothing to them. Results differ in one case: where `mask` hides all keys of a row, the row
     attends here as if it saw all, and cuEquivariance gives the mean of v. A row with kv_lengths of
     0 gets 0 here.
 
