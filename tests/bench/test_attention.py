@@ -82,9 +82,13 @@ def numbers(rows):
 
 @pytest.mark.parametrize(
     "rule",
-    [{}, {"window_left": 5, "causal": True}, {"window_left": 90, "causal": True}, {"density": 0.4}],
+    [
+        {}, {"window_left": 5, "causal": True}, {"window_left": 90, "causal": True},
+        {"density": 0.4}, {"density": 0.4, "causal": True},
+        {"density": 0.6, "window_left": 150, "causal": True},
+    ],
     ids=str,
-)
+)  # fmt: skip
 def test_visible_entries_are_those_of_the_rule(rule):
     problem = replace(SMALL, seqlen=512 if "density" in rule else 48, **rule)
     drawn = case.make_case(problem, "cpu")
@@ -524,7 +528,13 @@ def test_processes_outlive_what_they_cannot_compile():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rule", [{"causal": True}, {"causal": True, "window_left": 70}, {}])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        {"causal": True}, {"causal": True, "window_left": 70}, {}, {"density": 0.7},
+        {"causal": True, "density": 0.7},
+    ],
+)  # fmt: skip
 def test_flex_attention_itself_agrees_with_the_truth(rule):
     problem = replace(SMALL, seqlen=256, peers=("flex",), ops=("forward",), **rule)
     rows = measure.measure(problem, "cpu", CEILINGS, budget())

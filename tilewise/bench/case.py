@@ -114,15 +114,19 @@ def make_case(problem: Problem, device: str) -> Case:
 def block_mask(problem: Problem, device: torch.device | str) -> masks.BlockMask:
     """Return the problem's rule as a BlockMask of (N, N).
 
-    With a density, the rule is the problem's layout of random blocks alone; otherwise causal, a
-    window or both. A problem without a rule shows all pairs.
+    A pair is shown that causality, the window and the layout of random blocks all show, those of
+    them that the problem has; without any all pairs are.
     """
     n = problem.seqlen
-    if problem.density:
-        layout = problem.layout()
-        return masks.block_sparse(layout, block_size=BLOCK, seqlen_q=n, seqlen_k=n, device=device)
     left = None if problem.window_left < 0 else problem.window_left
-    return masks.window(n, window=(left, 0 if problem.causal else None), device=device)
+    right = 0 if problem.causal else None
+    rule = masks.window(n, window=(left, right), device=device)
+    if not problem.density:
+        return rule
+    blocks = masks.block_sparse(
+        problem.layout(), block_size=BLOCK, seqlen_q=n, seqlen_k=n, device=device
+    )
+    return blocks if left is right is None else blocks & rule
 
 
 Normal = Callable[..., Tensor]

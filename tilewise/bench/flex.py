@@ -46,11 +46,16 @@ def compiled(case: Case, *, needs_gradient: bool) -> Callable[..., Tensor]:
 
 def _rule(case: Case) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
     """Return the problem's rule as a mask_mod of FlexAttention, None when everything is visible."""
+    from torch.nn.attention.flex_attention import and_masks
+
     problem = case.problem
+    rules: list[Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = []
     if problem.density:
         layout = problem.layout().to(case.device)
-        return lambda b, h, i, j: layout[i // BLOCK, j // BLOCK]
+        rules.append(lambda b, h, i, j: layout[i // BLOCK, j // BLOCK])
     if problem.window_left >= 0:
         left = problem.window_left
-        return lambda b, h, i, j: (i >= j) & (i - j <= left)
-    return (lambda b, h, i, j: i >= j) if problem.causal else None
+        rules.append(lambda b, h, i, j: (i >= j) & (i - j <= left))
+    elif problem.causal:
+        rules.append(lambda b, h, i, j: i >= j)
+    return and_masks(*rules) if len(rules) > 1 else rules[0] if rules else None

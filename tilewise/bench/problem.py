@@ -75,11 +75,26 @@ class Problem:
         if self.lengths:
             return sum(length**2 for length in self.lengths) * (0.5 if self.causal else 1.0)
         if self.density:
-            return self.batch * float(self.layout().sum()) * BLOCK**2
+            return self.batch * float((self.layout() * self._shown_in_blocks()).sum())
         if self.window_left >= 0:
             width = min(self.window_left + 1, n)
             return self.batch * (width * (width + 1) / 2 + (n - width) * width)
         return self.batch * n * n * (0.5 if self.causal else 1.0)
+
+    def _shown_in_blocks(self) -> Tensor:
+        """Return how many entries of each block causality and the window show, int64 (blocks,
+        blocks)."""
+        blocks = -(-self.seqlen // BLOCK)
+        within = torch.arange(1 - BLOCK, BLOCK)  # of a row's place in its block less a key's
+        distance = BLOCK * torch.arange(1 - blocks, blocks)[:, None] + within
+        shown = torch.ones_like(distance)
+        if self.causal:
+            shown *= distance >= 0
+        if self.window_left >= 0:
+            shown *= distance <= self.window_left
+        of_a_diagonal = (shown * (BLOCK - within.abs())).sum(1)
+        places = torch.arange(blocks)
+        return of_a_diagonal[places[:, None] - places + blocks - 1]
 
     def flops(self, op: str) -> float | None:
         """Return the FLOPs of one call of `op` by the papers' count; None for an op that they do
