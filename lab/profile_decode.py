@@ -154,7 +154,7 @@ def marking(step: DecodeStep, mark: Callable[[str], None]) -> Iterator[None]:
             "rope_write_kv_cache": "rope and write",
             "rms_norm": "norm",
             "add_rms_norm": "norm",
-            "silu_mul": "activation",
+            "gated_mul": "activation",
             "sample_tokens": "sampling",
         }.items():
             wrap(ops, name, part)

@@ -493,6 +493,16 @@ MUTANTS = {
         "tilewise/kernels/triton/step/norm.py", "_norm_kernel", "if PARTS > 0:\nx = x.to(dtype)",
         "if PARTS > 1:\n    x = x", ("tests/ops/test_norm.py", "-k", "parts"),
     ),
+    "a_gate_lies_as_its_rows_do": Mutant(
+        "tilewise/kernels/triton/step/activation.py", "_gated_mul_kernel",
+        "gate_ptr + row * stride_gate", "gate_ptr + row * stride_x",
+        ("tests/ops/test_gated_mul.py", "-k", "lie_apart and triton"),
+    ),
+    "a_gates_function_is_not_rounded": Mutant(
+        "tilewise/kernels/triton/step/activation.py", "_gated_mul_kernel",
+        "_applied(gate, FUNCTION).to(dtype).to(tl.float32)", "_applied(gate, FUNCTION)",
+        ("tests/ops/test_gated_mul.py", "-k", "budget and triton"),
+    ),
     # The truth.
     "the_truth_counts_a_sink_as_a_key_that_is_seen": Mutant(
         _STANDARD, "_forward", "s.new_full((q.shape[1],), -math.inf)",
@@ -792,7 +802,7 @@ MUTANTS = {
     ),
     "a_gate_of_attention_is_left_out": Mutant(
         "tilewise/nn/attention.py", "Attention.forward",
-        "o = o * activate(torch.sigmoid, gate, on_cpu=True)", "pass",
+        "o = self.gate(gate, o)", "pass",
         (*_TEST_STATE_FAMILIES, "probabilities and qwen3_next"),
     ),
     "a_mixer_beside_attention_is_left_out": Mutant(

@@ -304,9 +304,6 @@ QUICK_ROWS: dict[str, dict[str, str | None]] = {
             r"\(5, 33\)-torch.float32-.*|\(2, 5000\)-torch.bfloat16-.*|\(1, 1\)-torch.float16-.*"
         ),
         "test_parts_are_added_in_their_order_and_rounded": "5-torch.bfloat16-.*|2-torch.float32-.*",
-        "test_a_gated_activation_keeps_the_budget": (
-            r"\(5, 66\)-torch.float32-.*|\(3, 6144\)-torch.bfloat16-.*|\(0, 8\)-torch.float16-.*"
-        ),
     },
     "ops/test_properties.py": {
         "test_a_window_as_long_as_the_keys_is_causal": None,

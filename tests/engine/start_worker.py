@@ -263,7 +263,7 @@ def tell_names(order: str) -> dict[str, Any]:
     """Say under what some kernels are kept, in a process that meets them in this order."""
     modules = [importlib.import_module(f"tilewise.kernels.triton.step.{name}")
                for name in ("norm", "activation", "linear")]  # fmt: skip
-    kernels = [modules[0]._norm_kernel, modules[1]._silu_mul_kernel, modules[2]._linear_kernel]
+    kernels = [modules[0]._norm_kernel, modules[1]._gated_mul_kernel, modules[2]._linear_kernel]
     if order == "backward":
         kernels.reverse()
     return {kernel.fn.__name__: kernel.cache_key for kernel in kernels}

@@ -23,7 +23,10 @@ def launch_norms(dim: int, dtype: torch.dtype) -> None:
     norm.shifted_rms_norm(meta(8, 9, dim, dtype=dtype)[:, 1:5], weight, 1e-6)
     parts = meta(4, 8, dim, dtype=torch.float32)
     norm.add_parts_shifted_rms_norm(parts, x, weight, 1e-6)
-    activation.silu_mul(meta(8, 6 * dim, dtype=dtype))
+    both, o = meta(8, 6 * dim, dtype=dtype), meta(8, 2 * dim, dtype=dtype)
+    for function in ("silu", "gelu", "gelu_tanh"):
+        activation.gated_mul(both, None, function)
+    activation.gated_mul(both[:, : 2 * dim], o, "sigmoid")
 
 
 def launch_shared_sums(

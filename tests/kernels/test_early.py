@@ -14,7 +14,7 @@ from tilewise.kernels import early
 
 # Launched as part of a step that is captured, in the order of a layer.
 STEP = {
-    "_norm_kernel", "_linear_kernel", "_prepare_kernel", "_split_kernel", "_silu_mul_kernel",
+    "_norm_kernel", "_linear_kernel", "_prepare_kernel", "_split_kernel", "_gated_mul_kernel",
     "_chunk_kernel", "_draw_kernel", "_finish_kernel", "_sum_kernel", "_flagged_sum_kernel",
 }  # fmt: skip
 

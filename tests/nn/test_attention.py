@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tilewise import ops
 from tilewise.nn import Attention, AttentionContext, RMSNorm, RopeConfig, RotaryEmbedding
 from tilewise.nn.context import StepPlans
+from tilewise.nn.same_bits import use_inference_bits
 from tilewise.testing import assert_within_budget
 
 E, D = 40, 8
@@ -117,6 +119,42 @@ def test_a_dense_batch_over_a_cache_of_its_own(case):
     with torch.no_grad():
         assert torch.equal(attention(x, rope), y)
         assert attention(x[:, :0], rope_of(0)).shape == (3, 0, E)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_an_output_gate_is_one_operation_with_the_bits_of_two(dtype, monkeypatch):
+    attention = Attention(E, 6, 2, D, has_gate=True).to(dtype)
+    x, calls = torch.randn(2, 11, E).to(dtype), []
+    recorded = attention(x, rope_of(11))
+    gated = ops.gated_mul
+
+    def count(gate, o, **options):
+        calls.append((gate.shape, gate.stride(-2), options))
+        return gated(gate, o, **options)
+
+    monkeypatch.setattr(ops, "gated_mul", count)
+    with torch.no_grad():
+        y = attention(x, rope_of(11))
+    assert calls == [((2, 11, 6 * D), 16 * D, {"function": "sigmoid"})]  # where it was projected
+    assert torch.equal(y, recorded)
+    assert recorded.requires_grad
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_layer_with_an_output_gate_is_trained_with_the_bits_of_inference_on_a_gpu(dtype):
+    attention = Attention(256, 6, 2, 64, has_gate=True, qk_norm_eps=1e-6).to("cuda", dtype)
+    table = RotaryEmbedding(RopeConfig(rotary_dim=64)).to("cuda")
+    rope = table.prefix(70, torch.device("cuda"))
+    x = torch.randn(3, 70, 256, device="cuda", dtype=dtype, requires_grad=True)
+    use_inference_bits(attention)
+    with torch.no_grad():
+        wanted = attention(x, rope)
+    y = attention(x, rope)
+    assert torch.equal(y, wanted)
+    for gradient in torch.autograd.grad(y.square().sum(), [x, *attention.parameters()]):
+        assert gradient.isfinite().all()
+        assert gradient.any()
 
 
 @pytest.mark.parametrize("case", ["qk_norm", "sinks"])

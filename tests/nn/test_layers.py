@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from tilewise import ops
 from tilewise.nn import layers
 from tilewise.nn.experts import Experts, ExpertsConfig
-from tilewise.nn.layers import ACTIVATIONS, MLP, GatedMLP, Parts, RMSNorm, ShiftedRMSNorm
+from tilewise.nn.layers import ACTIVATIONS, MLP, Gate, GatedMLP, Parts, RMSNorm, ShiftedRMSNorm
 from tilewise.testing import assert_within_budget
 
 
@@ -91,19 +91,20 @@ def test_mlp_is_up_activation_down():
     torch.testing.assert_close(mlp(x), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_pytorch_tanh"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_inference_in_one_kernel_gives_what_training_gives(monkeypatch, dtype):
+def test_inference_in_one_kernel_gives_what_training_gives(monkeypatch, dtype, activation):
     calls = []
-    for name in ("rms_norm", "add_rms_norm", "silu_mul"):
+    for name in ("rms_norm", "add_rms_norm", "gated_mul"):
         original = getattr(ops, name)
 
-        def count(*args, _original=original, _name=name):
+        def count(*args, _original=original, _name=name, **kwargs):
             calls.append(_name)
-            return _original(*args)
+            return _original(*args, **kwargs)
 
         monkeypatch.setattr(ops, name, count)
     norm, _ = make_norm(96, dtype)
-    mlp = GatedMLP(96, 40, "silu").to(dtype)
+    mlp = GatedMLP(96, 40, activation).to(dtype)
     x, residual = torch.randn(2, 7, 96).to(dtype)
 
     def block():
@@ -118,13 +119,33 @@ def test_inference_in_one_kernel_gives_what_training_gives(monkeypatch, dtype):
         assert calls == []  # on a CPU, where bits must not depend on the number of rows
         monkeypatch.setattr(layers, "FUSED_ON", ("cpu",))
         fused = block()
-    assert calls == ["add_rms_norm", "rms_norm", "silu_mul"]
+    assert calls == ["add_rms_norm", "rms_norm", "gated_mul"]
     for got, wanted in zip(fused, recorded, strict=True):
         torch.testing.assert_close(got, wanted.detach(), rtol=1e-5, atol=1e-6)
     with torch.no_grad():  # mixed dtypes and columns are torch's
         norm(x.float() if dtype == torch.bfloat16 else x.double())
         norm(torch.randn(96, 7, dtype=dtype).T)
     assert len(calls) == 3
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "sigmoid", "relu"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_gate_on_a_cpu_has_the_bits_of_its_two_operations(name, dtype, monkeypatch):
+    function = torch.sigmoid if name == "sigmoid" else ACTIVATIONS[name]
+    gate = Gate(function, fuses_on_cpu=True)
+    both = (4 * torch.randn(5, 3, 74)).to(dtype)
+    rows, x = both.chunk(2, -1)
+    wanted = layers.activate(function, rows, on_cpu=True) * x
+    with torch.no_grad():
+        assert torch.equal(gate(both), wanted)
+        assert torch.equal(gate(rows, x.contiguous()), wanted)
+        assert gate(both[:0]).shape == (0, 3, 37)
+        monkeypatch.setattr(ops, "gated_mul", None)  # not in training, nor with two dtypes
+        assert gate(rows, x.double()).dtype == torch.float64
+    leaf = both.clone().requires_grad_()
+    y = gate(leaf)
+    assert torch.equal(y, wanted)
+    assert y.requires_grad
 
 
 def test_a_norm_that_adds_parts_learns_where_the_product_before_it_is_frozen():

@@ -7,13 +7,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tilewise.nn.layers import GatedMLP, RMSNorm
+from tilewise.nn.layers import ACTIVATIONS, Gate, GatedMLP, RMSNorm
 from tilewise.nn.same_bits import use_inference_bits
 
 
 def _gated(layer: GatedMLP, x: torch.Tensor) -> torch.Tensor:
     gate, up = F.linear(x, layer.gate_up_proj.weight).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, layer.down_proj.weight)
+    return F.linear(layer.activation(gate * layer.gate_scale) * up, layer.down_proj.weight)
+
+
+def _scaled() -> GatedMLP:
+    layer = GatedMLP(64, 96, "silu")
+    layer.gate_scale = 0.5
+    return layer
 
 
 def _normal(layer: RMSNorm, x: torch.Tensor) -> torch.Tensor:
@@ -22,6 +28,10 @@ def _normal(layer: RMSNorm, x: torch.Tensor) -> torch.Tensor:
 
 CASES = {
     "gated": (lambda: GatedMLP(64, 96, "silu"), _gated),
+    "gated by gelu": (lambda: GatedMLP(64, 96, "gelu"), _gated),
+    "gated by gelu_tanh": (lambda: GatedMLP(64, 96, "gelu_pytorch_tanh"), _gated),
+    "gated by relu": (lambda: GatedMLP(64, 96, "relu"), _gated),
+    "a scaled gate": (_scaled, _gated),
     "norm": (lambda: RMSNorm(64, 1e-6), _normal),
 }
 
@@ -53,3 +63,34 @@ def test_gradients_are_those_of_float64(case: str, device: str, dtype: torch.dty
     bound = 1e-5 if dtype == torch.float32 else 2e-2
     for got, true in zip([y, *found], [y64, *want], strict=True):
         assert (got.double() - true).abs().max() <= bound * true.abs().max()
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "sigmoid", "relu"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_gate_that_is_trained_has_the_bits_of_inference_and_torchs_gradients(
+    name: str, device: str, dtype: torch.dtype
+) -> None:
+    torch.manual_seed(5)
+    function = torch.sigmoid if name == "sigmoid" else ACTIVATIONS[name]
+    gate = Gate(function, fuses_on_cpu=device == "cpu")
+    both = (3 * torch.randn(7, 2 * 333, device=device)).to(dtype)
+    x = torch.randn(7, 999, device=device).to(dtype)[:, :333]
+    dy = torch.randn(7, 333, device=device).to(dtype)
+    with torch.no_grad():
+        wanted = gate(both), gate(both[:, 333:], x)
+    held = nn.Sequential(gate, nn.Linear(1, 1).to(device))
+    use_inference_bits(held)
+    leaves = [t.clone().requires_grad_() for t in (both, x)]
+    found = gate(leaves[0]), gate(leaves[0][:, 333:], leaves[1])
+    for y, want in zip(found, wanted, strict=True):
+        assert torch.equal(y, want)
+    got = torch.autograd.grad([*found], leaves, [dy, 2 * dy])
+    smooth = [t.clone().requires_grad_() for t in (both, x)]
+    rows, factor = smooth[0].chunk(2, -1)
+    plain = function(rows) * factor, function(smooth[0][:, 333:]) * smooth[1]
+    want_gradients = torch.autograd.grad([*plain], smooth, [dy, 2 * dy])
+    for mine, true in zip(got, want_gradients, strict=True):
+        torch.testing.assert_close(mine, true)
+    frozen = gate(leaves[0][:, 333:], x)
+    assert torch.autograd.grad(frozen, leaves[0], dy)[0][:, :333].eq(0).all()

@@ -148,6 +148,10 @@ CASES = {
         lambda rows: (_draw(rows, 512), _draw(rows, 512), _draw(512))
     ),
     "activation": Case(ops.silu_mul, lambda rows: (_draw(rows, 1024),)),
+    "output gate": Case(
+        lambda gate, x: ops.gated_mul(gate, x, function="sigmoid"),
+        lambda rows: (_draw(rows, 2048)[:, :1024], _draw(rows, 1024)),
+    ),
     "merge": Case(
         ops.merge_states,
         lambda rows: (

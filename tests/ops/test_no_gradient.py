@@ -37,7 +37,7 @@ CALLS = {
     "mla_decode": _latents,
     "rms_norm": lambda x: ops.rms_norm(x, torch.ones(64), 1e-6),
     "add_rms_norm": lambda x: ops.add_rms_norm(x, torch.ones(4, 2, 64), torch.ones(64), 1e-6)[0],
-    "silu_mul": ops.silu_mul,
+    "gated_mul": lambda x: ops.gated_mul(x, function="gelu"),
     "activate": lambda x: ops.activate(x, "gelu"),
     "linear": _linear,
 }

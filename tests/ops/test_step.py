@@ -23,7 +23,7 @@ from tilewise.ops import call, derivatives, step
 KERNELS = {
     linear: ("_linear_kernel",),
     norm: ("_norm_kernel",),
-    activation: ("_silu_mul_kernel",),
+    activation: ("_gated_mul_kernel",),
     sampling: ("_draw_kernel",),
 }
 
@@ -55,6 +55,7 @@ def calls_of() -> dict[str, object]:
         "rms_norm": lambda: ops.rms_norm(x, scale, 1e-6, backend="triton"),
         "add_rms_norm": lambda: ops.add_rms_norm(x, residual, scale, 1e-6, backend="triton"),
         "silu_mul": lambda: ops.silu_mul(x, backend="triton"),
+        "gated_mul": lambda: ops.gated_mul(residual, x, function="sigmoid", backend="triton"),
         "sample_tokens": lambda: ops.sample_tokens(logits, backend="triton"),
     }
 

@@ -148,6 +148,10 @@ def _small_ops(dtype: torch.dtype) -> dict[str, Call]:
         ),
         "rms_norm": (lambda x, weight: [ops.rms_norm(x, weight, 1e-5)], norm, ()),
         "silu_mul": (lambda gate_up: [ops.silu_mul(gate_up)], {"gate_up": norm["x"]}, ()),
+        "gated_mul": (
+            lambda gate, x: [ops.gated_mul(gate, x, function="sigmoid")],
+            {"gate": torch.randn(5, 64).to(dtype), "x": norm["x"]}, (),
+        ),
         "sample_tokens": (
             lambda logits, **more: ops.sample_tokens(logits, **more), sampled, (),
         ),

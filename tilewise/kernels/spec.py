@@ -416,6 +416,17 @@ class ElementSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class GateSpec(ElementSpec):
+    """A product of elements with a function of a gate.
+
+    Attributes:
+        function: the name of the function, see `ops.gated_mul`.
+    """
+
+    function: str
+
+
+@dataclass(frozen=True, slots=True)
 class RecurrentSpec(ElementSpec):
     """A call of a layer whose memory is a state.
 

@@ -21,7 +21,7 @@ from tilewise import ops
 from tilewise.errors import CheckpointError
 from tilewise.models.vector_head import VectorHead
 from tilewise.models.weight_table import Weight
-from tilewise.nn.layers import ACTIVATIONS, RMSNorm, ShiftedRMSNorm
+from tilewise.nn.layers import ACTIVATIONS, Gate, RMSNorm, ShiftedRMSNorm
 from tilewise.nn.rope import RopeConfig, RotaryEmbedding
 
 __all__ = ["Encoder", "EncoderConfig", "EncoderShape", "Packed"]
@@ -210,8 +210,8 @@ class EncoderMLP(nn.Module):
     def __init__(self, config: EncoderConfig) -> None:
         super().__init__()
         width = config.intermediate_size
-        self.is_gated = config.is_gated
         self.activation = ACTIVATIONS[config.hidden_act]
+        self.gate = Gate(self.activation) if config.is_gated else None
         self.up_proj = nn.Linear(
             config.hidden_size, 2 * width if config.is_gated else width, bias=config.mlp_bias
         )
@@ -220,11 +220,7 @@ class EncoderMLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the block's output (T, E) for the input x (T, E)."""
         x = self.up_proj(x)
-        if self.is_gated:
-            gate, up = x.chunk(2, dim=-1)
-            x = self.activation(gate) * up
-        else:
-            x = self.activation(x)
+        x = self.activation(x) if self.gate is None else self.gate(x)
         y: Tensor = self.down_proj(x)
         return y
 

@@ -36,6 +36,7 @@ from tilewise.nn.kimi_delta import KimiDeltaAttention, KimiDeltaConfig
 from tilewise.nn.layers import (
     ACTIVATIONS,
     MLP,
+    Gate,
     GatedMLP,
     LayerNorm,
     Parts,
@@ -94,8 +95,9 @@ class NativeLayer(nn.Module):
             None for those that the layer has not.
         experts, experts_norm, experts_out_norm, dense_out_norm: the mixture beside `mlp`, the norms
             before and after it, and the one after `mlp`; None without.
-        token_gate, token_proj, token_norm: the projection to the gate of the token's embedding, the
-            one back, and the norm of what it adds; None without.
+        token_gate, token_act, token_proj, token_norm: the projection to the gate of the token's
+            embedding, its function, the projection back, and the norm of what it adds; None
+            without.
         scale: (1,), the factor of the residual stream behind the layer; None without.
         mixer: the block that remembers by a state, beside attention or in place of it; None
             without.
@@ -150,14 +152,14 @@ class NativeLayer(nn.Module):
             self.experts = Experts(config.hidden_size, own.experts)
             for name in ("experts_norm", "experts_out_norm", "dense_out_norm"):
                 setattr(self, name, new_norm(config.norm, config.hidden_size))
-        self.token_gate = self.token_proj = self.token_norm = None
+        self.token_gate = self.token_proj = self.token_norm = self.token_act = None
         size = own.token_input_size
         if size:
             self.token_gate = nn.Linear(config.hidden_size, size, bias=False)
             self.token_proj = nn.Linear(size, config.hidden_size, bias=False)
             self.token_norm = new_norm(config.norm, config.hidden_size)
             assert own.feed_forward is not None
-            self.token_activation = ACTIVATIONS[own.feed_forward.activation]
+            self.token_act = Gate(ACTIVATIONS[own.feed_forward.activation])
         self.register_parameter("scale", nn.Parameter(torch.ones(1)) if own.has_scale else None)
         is_added_by_a_norm = (
             own.norms == PRE_NORM
@@ -244,12 +246,10 @@ class NativeLayer(nn.Module):
         if token_input is not None:
             assert self.token_gate is not None
             assert self.token_proj is not None
+            assert self.token_act is not None
             assert self.token_norm is not None
-            assert self.mlp is not None
-            gate = activate(
-                self.token_activation, self.token_gate(stream), on_cpu=self.mlp.fuses_on_cpu
-            )
-            stream = stream + self.token_norm(self.token_proj(gate * token_input))
+            gated = self.token_act(self.token_gate(stream), token_input)
+            stream = stream + self.token_norm(self.token_proj(gated))
         return stream if self.scale is None else stream * self.scale, None
 
     def _after_shared(

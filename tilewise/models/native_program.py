@@ -307,7 +307,7 @@ class _Writer:
             gated,
             _panels_of(layer.token_gate),
             step.STORE,
-            function=name_of(layer.token_activation),
+            function=name_of(layer.token_act.function),
             extra=self.token_inputs.at(index * size, self.size),
             outputs=size,
         )

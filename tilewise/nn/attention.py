@@ -14,14 +14,7 @@ from tilewise.cache.spec import KVLayer
 from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.context import Attend, AttentionContext
 from tilewise.nn.dense_cache import BLOCK_SIZE, dense_context, packed_rope
-from tilewise.nn.layers import (
-    Parts,
-    RankPart,
-    RMSNorm,
-    activate,
-    project,
-    project_in_parts,
-)
+from tilewise.nn.layers import Gate, Parts, RankPart, RMSNorm, project, project_in_parts
 from tilewise.nn.valued import valued
 
 __all__ = ["Attention", "attend_as_steps", "attention_over"]
@@ -112,6 +105,7 @@ class Attention(nn.Module):
         self.sinks = nn.Parameter(torch.zeros(num_q_heads)) if has_sinks else None
         self.leaves_parts = False
         self.kv_parts, self.has_gate = kv_parts, has_gate
+        self.gate = Gate(torch.sigmoid, fuses_on_cpu=True) if has_gate else None
         self.v_norm: nn.Module | None = None
         self.layer, self.kv_layer, self.is_read, self.is_chunked = 0, None, False, False
         num_heads = (1 + has_gate) * num_q_heads + kv_parts * num_kv_heads
@@ -174,8 +168,8 @@ class Attention(nn.Module):
         else:
             o = self._attend_dense(heads, rope, on_max_logits, growth, read)
         o = o.flatten(-2)
-        if gate is not None:
-            o = o * activate(torch.sigmoid, gate, on_cpu=True)
+        if self.gate is not None:
+            o = self.gate(gate, o)
         out = project_in_parts if self.leaves_parts else project
         return out(self.o_proj, o, adapters)
 

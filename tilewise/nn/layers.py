@@ -21,10 +21,12 @@ from tilewise.ops import (
     linear_pays,
     most_linear_parts_rows,
 )
+from tilewise.ops.activation import GATES
 
 __all__ = [
     "ACTIVATIONS",
     "MLP",
+    "Gate",
     "GatedMLP",
     "LayerNorm",
     "Parts",
@@ -418,6 +420,32 @@ class LayerNorm(nn.LayerNorm):
         return self(total), total
 
 
+class Gate(nn.Module):
+    """Multiply rows by a function of a gate: y = round(f(gate)) * x.
+
+    Attributes:
+        function: f, the value of ACTIVATIONS or torch.sigmoid.
+        name: the name of f in `ops.gated_mul`, None for a function that it has not.
+        fuses_on_cpu: True if inference on a CPU gives the bits of a compiled step.
+    """
+
+    def __init__(self, function: Callable[[Tensor], Tensor], *, fuses_on_cpu: bool = False) -> None:
+        super().__init__()
+        name = _ELEMENTWISE.get(function)
+        self.function, self.name = function, name if name in GATES else None
+        self.fuses_on_cpu = fuses_on_cpu
+
+    def forward(self, gate: Tensor, x: Tensor | None = None) -> Tensor:
+        """Return f(gate) * x, both (..., I); without x gate holds both, (..., 2 I), the gate
+        first."""
+        given = (gate,) if x is None else (gate, x)
+        if self.name is not None and fuses(*given, on_cpu=self.fuses_on_cpu):
+            return ops.gated_mul(gate, x, function=self.name)
+        if x is None:
+            gate, x = gate.chunk(2, dim=-1)
+        return activate(self.function, gate, on_cpu=self.fuses_on_cpu) * x
+
+
 class GatedMLP(nn.Module):
     """Compute down(act(gate(x)) * up(x)); gate and up are one matrix product.
 
@@ -427,7 +455,6 @@ class GatedMLP(nn.Module):
         gate_scale: the factor of the gate, before its activation.
         leaves_parts: True if `forward` may return partial sums for the next norm's `add`, see
             `project_in_parts`.
-        fuses_on_cpu: True if inference on a CPU gives the bits of a compiled step.
     """
 
     def __init__(
@@ -436,10 +463,14 @@ class GatedMLP(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Linear(hidden_size, 2 * intermediate_size, bias=bias)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=bias)
-        self.activation = ACTIVATIONS[activation]
-        self.fuses_on_cpu = False
+        self.gate = Gate(ACTIVATIONS[activation])
         self.leaves_parts = False
         self.gate_scale = 1.0
+
+    @property
+    def activation(self) -> Callable[[Tensor], Tensor]:
+        """The function of the gate, a value of ACTIVATIONS."""
+        return self.gate.function
 
     def forward(
         self, x: Tensor, adapters: StepAdapters | None = None, added: Tensor | None = None
@@ -455,13 +486,11 @@ class GatedMLP(nn.Module):
         gate_up = project(self.gate_up_proj, x, adapters)
         if added is not None:
             gate_up = gate_up + added
-        is_plain = self.activation is F.silu and self.gate_scale == 1
-        if is_plain and fuses(gate_up, on_cpu=self.fuses_on_cpu):
-            y = ops.silu_mul(gate_up)
+        if self.gate_scale == 1:
+            y = self.gate(gate_up)
         else:
             gate, up = gate_up.chunk(2, dim=-1)
-            gate = gate if self.gate_scale == 1 else gate * self.gate_scale
-            y = activate(self.activation, gate, on_cpu=self.fuses_on_cpu) * up
+            y = self.gate(gate * self.gate_scale, up)
         down = project_in_parts if self.leaves_parts else project
         return down(self.down_proj, y, adapters)
 
@@ -485,5 +514,5 @@ class MLP(nn.Module):
         return project(self.down_proj, y, adapters)
 
 
-FUSED_MODULES = (RMSNorm, UnitRMSNorm, ShiftedRMSNorm, LayerNorm, GatedMLP, MLP)
+FUSED_MODULES = (RMSNorm, UnitRMSNorm, ShiftedRMSNorm, LayerNorm, Gate, MLP)
 """The modules with a `fuses_on_cpu`, see `fuse_on_cpu`."""

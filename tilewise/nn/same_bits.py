@@ -12,6 +12,8 @@ twice, and on a GPU attention; gates and products, which take nearly all of the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +22,6 @@ from torch import Tensor, nn
 
 from tilewise import ops
 from tilewise.errors import UnsupportedError
-from tilewise.nn.adapted import StepAdapters
 from tilewise.nn.adapted_linear import AdaptedLinear
 from tilewise.nn.attention import Attention, attend_as_steps
 from tilewise.nn.experts import Experts
@@ -28,14 +29,13 @@ from tilewise.nn.gated_delta_net import GatedDeltaNet
 from tilewise.nn.gated_norm import GatedRMSNorm
 from tilewise.nn.layers import (
     FUSED_MODULES,
-    GatedMLP,
+    Gate,
     LayerNorm,
     Parts,
     RankPart,
     RMSNorm,
     ShiftedRMSNorm,
     UnitRMSNorm,
-    activate,
 )
 from tilewise.nn.mla import MultiheadLatentAttention
 from tilewise.nn.valued import valued
@@ -124,47 +124,59 @@ class _RMSNorm(RMSNorm):
         return valued(smooth, value)
 
 
-class _SiluMul(torch.autograd.Function):
-    """The function silu(gate) * up of gate_up (..., 2 I) by the kernel of inference, with torch's
-    gradient."""
+class _GatedMul(torch.autograd.Function):
+    """The function f(gate) * x of `ops.gated_mul` by the kernel of inference, with torch's
+    gradients."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        return ops.silu_mul(gate_up)
+    def forward(ctx: Any, gate: Tensor, x: Tensor | None, name: str) -> Tensor:
+        ctx.save_for_backward(gate, x)
+        ctx.name = name
+        return ops.gated_mul(gate, x, function=name)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        (gate_up,) = ctx.saved_tensors
-        gate, up = gate_up.chunk(2, dim=-1)
-        d_gate_up = torch.empty_like(gate_up)
-        d_gate, d_up = d_gate_up.chunk(2, dim=-1)
-        torch.mul(dy, F.silu(gate), out=d_up)
-        torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=d_gate)
-        return d_gate_up
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+        given, x = ctx.saved_tensors
+        gate, d_given, d_x = given, torch.empty_like(given), None
+        d_gate, d_factor = d_given, None
+        if x is None:
+            gate, x = given.chunk(2, dim=-1)
+            d_gate, d_factor = d_given.chunk(2, dim=-1)
+        elif ctx.needs_input_grad[1]:
+            d_factor = d_x = torch.empty_like(x)
+        value = _VALUES[ctx.name](gate)
+        if d_factor is not None:
+            torch.mul(dy, value, out=d_factor)
+        read = value if ctx.name == "sigmoid" else gate
+        _BACKWARD[ctx.name](dy * x, read, grad_input=d_gate)
+        return d_given, d_x, None
 
 
-class _GatedMLP(GatedMLP):
-    def forward(
-        self, x: Tensor, adapters: StepAdapters | None = None, added: Tensor | None = None
-    ) -> Tensor:
-        """Map x (..., E) to (..., E) as `GatedMLP.forward` does, with the bits of inference,
-        differentiably.
+_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "sigmoid": torch.sigmoid,
+}
 
-        `adapters` must be None: adapters in training are part of the projections.
-        """
-        assert adapters is None  # those that are trained are part of the products
-        gate_up = self.gate_up_proj(x)
-        if added is not None:
-            gate_up = gate_up + added
-        if self.activation is F.silu and self.gate_scale == 1 and gate_up.numel():
-            y: Tensor = _SiluMul.apply(gate_up)  # type: ignore[no-untyped-call, unused-ignore]
-        else:
-            gate, up = gate_up.chunk(2, dim=-1)
-            gate = gate if self.gate_scale == 1 else gate * self.gate_scale
-            y = activate(self.activation, gate, on_cpu=self.fuses_on_cpu) * up
-        down: Tensor = self.down_proj(y)
-        return down
+
+# Functions of the gradient of f(gate), and of the gate or of f(gate), that write the gate's.
+_BACKWARD: dict[str, Callable[..., Tensor]] = {
+    "silu": torch.ops.aten.silu_backward.grad_input,
+    "gelu": partial(torch.ops.aten.gelu_backward.grad_input, approximate="none"),
+    "gelu_tanh": partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh"),
+    "sigmoid": torch.ops.aten.sigmoid_backward.grad_input,
+}
+
+
+class _Gate(Gate):
+    def forward(self, gate: Tensor, x: Tensor | None = None) -> Tensor:
+        """Return f(gate) * x with the value of inference and torch's gradients."""
+        is_plain = x is None or (x.dtype == gate.dtype and x.stride(-1) == 1)
+        if self.name is None or not is_plain or gate.stride(-1) != 1 or not gate.numel():
+            return super().forward(gate, x)
+        y: Tensor = _GatedMul.apply(gate, x, self.name)  # type: ignore[no-untyped-call, unused-ignore]
+        return y
 
 
 class _ShiftedRMSNorm(_Valued, ShiftedRMSNorm):
@@ -199,7 +211,7 @@ _VALUED: dict[type[nn.Module], type[nn.Module]] = {
     AdaptedLinear: _AdaptedLinear,
     RMSNorm: _RMSNorm,
     ShiftedRMSNorm: _ShiftedRMSNorm,
-    GatedMLP: _GatedMLP,
+    Gate: _Gate,
 }
 # What a GPU's engine computes by a kernel of its own; on a CPU such a layer has these bits anyway.
 _VALUED_ON_GPU: dict[type[nn.Module], type[nn.Module]] = {

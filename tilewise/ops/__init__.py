@@ -3,7 +3,7 @@
 from tilewise.kernels.low_rank import LowRank, RowTiles, most_tiles, tile_rows
 from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
 from tilewise.kernels.spec import RecurrentStates
-from tilewise.ops.activation import activate, silu_mul
+from tilewise.ops.activation import activate, gated_mul, silu_mul
 from tilewise.ops.adjust_logits import adjust_logits
 from tilewise.ops.attention.api import attention, attention_varlen
 from tilewise.ops.attention.dropout import dropout_keep_mask
@@ -87,6 +87,7 @@ __all__ = [
     "explain",
     "gated_delta",
     "gated_delta_step",
+    "gated_mul",
     "gated_rms_norm",
     "invariant_linear",
     "invariant_linear_leaves_parts",

@@ -1,4 +1,4 @@
-"""silu_mul() and activate(): the activations of a feed-forward block."""
+"""gated_mul(), silu_mul() and activate(): gates, and the activations of a feed-forward block."""
 
 from __future__ import annotations
 
@@ -8,21 +8,55 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from tilewise.kernels.spec import ElementSpec
+from tilewise.kernels.spec import ElementSpec, GateSpec
 from tilewise.keywords import names, unknown_keyword
 from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import refuse_gradient
 from tilewise.ops.step import register_step, step
 
 FUNCTIONS = ("sigmoid", "silu", "gelu", "gelu_tanh", "tanh", "softplus", "exp")
+GATES = ("silu", "gelu", "gelu_tanh", "sigmoid")
+"""The functions of `gated_mul`."""
+
+
+def gated_mul(
+    gate: Tensor, x: Tensor | None = None, *, function: str, backend: str | None = None
+) -> Tensor:
+    """Compute y = round(f(gate)) * x in one kernel.
+
+    f is defined in `activate`, computed in float32 (float64 for float64) and rounded to the dtype
+    of the gate before it multiplies, as torch's two operations do. Nothing is differentiable.
+
+    Args:
+        gate: (..., I), any float dtype, last dim contiguous; without x (..., 2 I), I channels of
+            the gate, then I of x.
+        x: (..., I), the shape and dtype of the gate, last dim contiguous; None if it is in `gate`.
+        function: the name of f, "silu", "gelu", "gelu_tanh" or "sigmoid".
+        backend: "cpu" (no gelu of float64), "triton" or "reference"; None chooses.
+
+    Returns:
+        (..., I), a new contiguous tensor of the same dtype.
+
+    Raises:
+        ValueError, TypeError, UnsupportedError: an argument breaks a rule above, or the backend
+            cannot; the message names it.
+
+    Source: Shazeer, 2020, "GLU variants improve transformer".
+
+    Example:
+        >>> y = gated_mul(torch.randn(3, 2 * 3072), function="gelu_tanh")
+    """
+    y: Tensor = _gated_mul(gate, x, function, backend)
+    return y
 
 
 @names
 def silu_mul(gate_up: Tensor, *, backend: str | None = None, **unknown: Never) -> Tensor:
     """Compute y = round(silu(gate)) * up, silu(x) = x / (1 + exp(-x)), in one kernel.
 
-    silu is computed in float32 (float64 for float64) and rounded to the dtype of the input before
-    it multiplies, as `torch.nn.functional.silu(gate) * up` does. Nothing is differentiable.
+    It is `ops.gated_mul` of this function. silu is computed in float32 (float64 for float64) and
+    rounded to the dtype of the input before it multiplies, as `torch.nn.functional.silu(gate) * up`
+    does. Nothing is differentiable.
 
     Args:
         gate_up: (..., 2 I), any float dtype, last dim contiguous: I channels of gate, then I of
@@ -43,7 +77,7 @@ def silu_mul(gate_up: Tensor, *, backend: str | None = None, **unknown: Never) -
     """
     if unknown:
         raise unknown_keyword(silu_mul, unknown)
-    y: Tensor = _silu_mul(gate_up, backend)
+    y: Tensor = _silu_mul(gate_up, None, "silu", backend)
     return y
 
 
@@ -98,27 +132,48 @@ def _activate_fake(x: Tensor, *_: Any) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
-def _check(gate_up: Tensor, backend: str | None) -> None:
-    checks.check_float("gate_up", gate_up)
-    if gate_up.dim() < 1 or gate_up.shape[-1] < 2 or gate_up.shape[-1] % 2:
-        raise ValueError(f"gate_up must be (..., 2 I), got shape {tuple(gate_up.shape)}")
-    checks.check_last_dim_contiguous("gate_up", gate_up)
+def _check(gate: Tensor, x: Tensor | None, function: str, backend: str | None) -> None:
+    if function not in GATES:
+        raise ValueError(f"function must be one of {', '.join(GATES)}, got {function!r}")
+    if x is None:
+        _check_both("gate", gate, None, function, backend)
+        return
+    checks.check_float("gate", gate)
+    if gate.dim() < 1:
+        raise ValueError(f"gate must be (..., I), got shape {tuple(gate.shape)}")
+    checks.check_same_dtype("x", x, gate.dtype)
+    checks.check_shape("x", x, tuple(gate.shape))
+    checks.check_device("x", x, gate.device)
+    for name, tensor in (("gate", gate), ("x", x)):
+        checks.check_last_dim_contiguous(name, tensor)
     dispatch.check_backend_name(backend)
 
 
-def _chosen(gate_up: Tensor, backend: str | None) -> partial[Tensor]:
-    name = dispatch.choose("activation", ElementSpec(gate_up.device.type, gate_up.dtype), backend)
-    return partial(dispatch.kernel_module("activation", name).silu_mul, gate_up)
+def _check_both(name: str, both: Tensor, x: None, function: str, backend: str | None) -> None:
+    checks.check_float(name, both)
+    if both.dim() < 1 or both.shape[-1] < 2 or both.shape[-1] % 2:
+        raise ValueError(f"{name} must be (..., 2 I), got shape {tuple(both.shape)}")
+    checks.check_last_dim_contiguous(name, both)
+    dispatch.check_backend_name(backend)
 
 
-def _fake(gate_up: Tensor, *_: Any) -> Tensor:
-    shape = (*gate_up.shape[:-1], gate_up.shape[-1] // 2)
-    return torch.empty(shape, dtype=gate_up.dtype, device=gate_up.device)
+def _chosen(gate: Tensor, x: Tensor | None, function: str, backend: str | None) -> partial[Tensor]:
+    spec = GateSpec(gate.device.type, gate.dtype, function)
+    name = dispatch.choose("activation", spec, backend)
+    return partial(dispatch.kernel_module("activation", name).gated_mul, gate, x, function)
 
 
-register_step("silu_mul(Tensor gate_up, str? backend) -> Tensor", _chosen, _fake)
-refuse_gradient("silu_mul")
-_silu_mul = step("silu_mul", _check)
+def _fake(gate: Tensor, x: Tensor | None, *_: Any) -> Tensor:
+    dim = gate.shape[-1] if x is not None else gate.shape[-1] // 2
+    return torch.empty((*gate.shape[:-1], dim), dtype=gate.dtype, device=gate.device)
+
+
+register_step(
+    "gated_mul(Tensor gate, Tensor? x, str function, str? backend) -> Tensor", _chosen, _fake
+)
+refuse_gradient("gated_mul")
+_gated_mul = step("gated_mul", _check)
+_silu_mul = step("gated_mul", partial(_check_both, "gate_up"))
 
 register_step(
     "activate(Tensor x, str function, str? backend) -> Tensor", _chosen_activate, _activate_fake

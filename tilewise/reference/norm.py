@@ -7,7 +7,7 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["activate", "add_rms_norm", "rms_norm", "silu_mul"]
+__all__ = ["activate", "add_rms_norm", "gated_mul", "rms_norm"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -27,14 +27,15 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return rms_norm(total, weight, eps), total
 
 
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """Return round(gate / (1 + exp(-gate))) * up (..., I) for gate_up (..., 2 I), gate first.
+def gated_mul(gate: Tensor, x: Tensor | None, function: str) -> Tensor:
+    """Return round(f(gate)) * x for gate and x (..., I), or for both in gate (..., 2 I) without x.
 
-    Computed in float64; the activation and the product are each rounded to the dtype of gate_up.
+    Computed in float64; f(gate) and the product are each rounded to the dtype of gate. `function`
+    is the name of f, see `activate`.
     """
-    gate, up = gate_up.double().chunk(2, dim=-1)
-    activated = (gate * torch.sigmoid(gate)).to(gate_up.dtype).double()
-    return (activated * up).to(gate_up.dtype)
+    if x is None:
+        gate, x = gate.chunk(2, dim=-1)
+    return (activate(gate, function).double() * x.double()).to(gate.dtype)
 
 
 def activate(x: Tensor, function: str) -> Tensor:
