@@ -8,10 +8,10 @@ early as an engine's do. "product": one of them alone, over copies of its weight
 is that of a read of the bytes of codes and scales at 4.4 TB/s; results are checked against float64
 of the values first. Forms take turns, and the host is ahead of the device.
 
-    --once runs each form once, which compiles it; --forms other tiles: "4,4" for up to 16 rows
-    (parts, CTAs of a multiprocessor), "128,4,1" for more (outputs of a CTA, parts, CTAs),
-    "own" the table's, "natural" codes in the order of columns; --modes when kernels begin, see
-    `MODES`
+    --once runs each form once, which compiles it; --forms other tiles: for up to 16 rows "4,4"
+    (parts, CTAs of a multiprocessor) and "stream16,2" (warps, blocks of each), "128,4,1" for more
+    (outputs of a CTA, parts, CTAs), "own" the table's, "natural" codes in the order of columns;
+    --modes when kernels begin, see `MODES`
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from tilewise.kernels import early
 from tilewise.kernels.gluon.quantised import linear
 from tilewise.kernels.host.memory import launches
 from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
-from tilewise.kernels.tiles.quantised_rows import FewTile, RingTile
+from tilewise.kernels.tiles.quantised_rows import FewTile, RingTile, StreamTile
 from tilewise.testing import budget_violation
 
+Tile = RingTile | FewTile | StreamTile
 ROOF = 4.4e12  # bytes a second
 MODELS = {  # outputs, channels
     "llama-3-8b": {
@@ -93,9 +94,7 @@ def random_weight(kind: str, outputs: int, channels: int, place: str) -> Quantis
     return QuantisedWeight(codes, blocks, (128, 128))
 
 
-def product(
-    weight: QuantisedWeight | Tensor, tile: RingTile | FewTile | None
-) -> Callable[[Tensor], Tensor]:
+def product(weight: QuantisedWeight | Tensor, tile: Tile | None) -> Callable[[Tensor], Tensor]:
     """Return x -> y."""
     if isinstance(weight, Tensor):
         return lambda x: F.linear(x, weight)
@@ -174,11 +173,14 @@ def main() -> int:
     return 0
 
 
-def tile_of(form: str) -> RingTile | FewTile | None:
+def tile_of(form: str) -> Tile | None:
     """Return the tile of a form; None is the table's."""
-    numbers = [] if form in ("own", "natural") else list(map(int, form.split(",")))
+    plain = form in ("own", "natural")
+    numbers = [] if plain else list(map(int, form.removeprefix("stream").split(",")))
     if not numbers:
         return None
+    if form.startswith("stream"):
+        return StreamTile(*numbers)
     return FewTile(*numbers) if len(numbers) == 2 else RingTile(*numbers)
 
 
@@ -217,7 +219,7 @@ def measure(
 
 def is_few(form: str) -> bool:
     """Whether a form is for up to 16 rows."""
-    return isinstance(tile_of(form), FewTile)
+    return isinstance(tile_of(form), FewTile | StreamTile)
 
 
 def timed(
@@ -255,7 +257,7 @@ def copy_of(weight: QuantisedWeight | Tensor) -> QuantisedWeight | Tensor:
     return replace(weight, **{n: t.clone() for n, t in weight.tensors().items()})
 
 
-def run(parts: list[Any], rows: int, mode: str, tile: RingTile | FewTile | None) -> None:
+def run(parts: list[Any], rows: int, mode: str, tile: Tile | None) -> None:
     """Run products; of a chain each takes what the one before gave."""
     modes = MODES[mode]
     y = torch.randn(rows, 28672, device="cuda", dtype=torch.bfloat16) * 0.1

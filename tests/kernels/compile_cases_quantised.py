@@ -11,7 +11,7 @@ from tests.kernels.compile_cases import Case, meta
 from tilewise.kernels.gluon.quantised import linear, mixture, narrow
 from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
 from tilewise.kernels.tiles.experts import NarrowTile
-from tilewise.kernels.tiles.quantised_rows import FewTile, QuantisedTile, RingTile
+from tilewise.kernels.tiles.quantised_rows import FewTile, QuantisedTile, RingTile, StreamTile
 
 ARCHITECTURES = (80, 86, 90, 120)
 _ROWS, _COLUMNS = 4096, 4096
@@ -83,6 +83,19 @@ _FEW = {
 }  # fmt: skip
 
 
+# Codes that stream, likewise: kind of `_FEW`, rows.
+_STREAMS = {
+    "int4": ("int4", 1, (16, 2)),
+    "int4-16": ("int4", 16, (16, 2)),
+    "int4-16-narrow": ("int4", 16, (8, 1)),
+    "k-quant": ("k-quant", 8, (16, 1)),
+    "mxfp4": ("mxfp4", 8, (16, 2)),
+    "nf4": ("nf4", 8, (16, 2)),
+    "int8": ("int8", 8, (8, 2)),
+    "fp8-blocks": ("fp8-blocks", 16, (16, 2)),
+}
+
+
 def launch(name: str, dtype: torch.dtype) -> None:
     """Call the launcher of a product."""
     weight, rows, tile = _CALLS[name]
@@ -102,6 +115,14 @@ def launch_few(name: str) -> None:
     weight, rows, tile = _FEW[name]
     x = meta(rows, _COLUMNS, dtype=torch.bfloat16)
     linear.launch(x, replace(weight, in_lanes=True), None, tile=FewTile(*tile))
+
+
+def launch_stream(name: str) -> None:
+    """Call the launcher of a product of few rows past which codes stream."""
+    kind, rows, tile = _STREAMS[name]
+    weight = replace(_FEW[kind][0], in_lanes=True)
+    x = meta(rows, _COLUMNS, dtype=torch.bfloat16)
+    linear.launch(x, weight, None, tile=StreamTile(*tile))
 
 
 # Experts of gpt-oss and Qwen3-30B-A3B: weights of both products, tokens.
@@ -160,6 +181,7 @@ def launch_early(mode: int) -> None:
 
     with early.launching({"rows": mode}):
         launch_few("int4")
+        launch_stream("int4")
         launch_ring("int4-many")
         launch_experts("mxfp4-1")
         launch_experts("int4-256")
@@ -197,6 +219,14 @@ def cases() -> Iterator[Case]:
             90,
             lambda name=name: launch_few(name),  # type: ignore[misc]
             slow=True,  # every day they are compiled as they begin early
+            mma="mma.sync",
+        )
+    for name in _STREAMS:
+        yield Case(
+            f"sm_90-quantised-stream-{name}",
+            90,
+            lambda name=name: launch_stream(name),  # type: ignore[misc]
+            slow=True,
             mma="mma.sync",
         )
     for name in _EXPERTS:

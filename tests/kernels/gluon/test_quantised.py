@@ -16,7 +16,7 @@ from tilewise.kernels import device
 from tilewise.kernels.gluon.quantised import linear, narrow
 from tilewise.kernels.quantised_weight import E2M1, QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
-from tilewise.kernels.tiles.quantised_rows import FewTile, QuantisedTile, RingTile
+from tilewise.kernels.tiles.quantised_rows import FewTile, QuantisedTile, RingTile, StreamTile
 from tilewise.ops.quantised_linear import spec_of
 from tilewise.testing import assert_within_budget
 from tools.gluon_emulator import emulated
@@ -146,6 +146,24 @@ def test_every_kind_of_code_keeps_the_budget_with_few_rows(
     with emulated(rows) as names:
         check(kind, rows, outputs, channels, dtype, has_bias, tile=FewTile(*tile), in_lanes=True)
     assert names == ["quantised_few_kernel"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "rows", "outputs", "channels", "tile", "has_bias", "dtype"),
+    [
+        *((kind, 3, 40, 512, (4, 2), True, torch.bfloat16) for kind in KINDS),
+        *((kind, 12, 70, 384, (8, 1), False, torch.float16) for kind in KINDS),
+        ("int4", 16, 64, 4096, (4, 2), True, torch.bfloat16),  # several passes
+        ("fp8_blocks", 8, 4240, 1024, (16, 2), False, torch.bfloat16),  # several tiles of a CTA
+        ("k_quant", 1, 2128, 2560, (8, 2), True, torch.float16),  # of several passes
+    ],
+)
+def test_every_kind_of_code_that_streams_keeps_the_budget(
+    kind, rows, outputs, channels, tile, has_bias, dtype
+):
+    with emulated(rows) as names:
+        check(kind, rows, outputs, channels, dtype, has_bias, tile=StreamTile(*tile), in_lanes=True)
+    assert names == ["quantised_stream_kernel"]
 
 
 @pytest.mark.parametrize("kind", ["int4", "one_scale_a_row"])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from tilewise.kernels.quantised_weight import LANES_BLOCK
 from tilewise.kernels.tiles.linear_rows import SHARED
 
 MOST_ROWS = 64
@@ -74,7 +75,7 @@ class RingTile(NamedTuple):
 
 MOST_RING_ROWS = 512
 """The most rows for which a `RingTile` is chosen: more multiply values of parts."""
-_SMS = 132  # of an H200
+SMS = 132  # of an H200
 _LEAST_BLOCKS = 4  # of a part
 _MOST_PARTS = 8
 _MOST_STAGES = 16
@@ -92,7 +93,7 @@ def ring_tile_of(outputs: int, blocks: int, row_tiles: int = 1) -> RingTile:
             decide the order of a row's sum.
     """
     tiles = -(-outputs // 128) * row_tiles
-    return RingTile(128, max(1, min(_SMS // tiles, blocks // _LEAST_BLOCKS, _MOST_PARTS)), 1)
+    return RingTile(128, max(1, min(SMS // tiles, blocks // _LEAST_BLOCKS, _MOST_PARTS)), 1)
 
 
 def ring_stages(
@@ -152,5 +153,66 @@ def few_tile_of(outputs: int, blocks: int) -> FewTile:
     """Choose the tile of a product of up to 16 rows with a weight of `outputs` rows of `blocks`
     times 64 bytes of codes; the number of rows of x does not matter."""
     tiles = -(-outputs // 64)
-    parts = min(4 * _SMS // tiles, blocks // _LEAST_BLOCKS, _MOST_PARTS)
+    parts = min(4 * SMS // tiles, blocks // _LEAST_BLOCKS, _MOST_PARTS)
     return FewTile(max(1, parts), 4)
+
+
+class StreamTile(NamedTuple):
+    """How a product of up to 16 rows on Hopper is cut where codes in the order of lanes stream past
+    rows of x in registers.
+
+    Attributes:
+        warps: warps of a CTA, which share the channels: 4, 8 or 16.
+        blocks: blocks of 64 bytes of a row of codes that a warp has in a pass: 1 or 2.
+    """
+
+    warps: int
+    blocks: int
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of a multiprocessor, among which its memory and registers are divided."""
+        return 16 // self.warps
+
+
+_STREAM_BYTES = 16 << 20  # codes of a weight: a `FewTile` reads more of them faster
+_STREAM_BLOCKS = 64  # of a row, which are at most four passes
+_STREAM_STAGES = 6
+
+
+def stream_tile_of(outputs: int, blocks: int, rows: int) -> StreamTile | None:
+    """Choose the tile of a product of up to 16 rows by the codes of a weight, `outputs` rows of
+    `blocks` times 64 bytes, that stream; None if a `FewTile` is faster.
+
+    One pass is chosen if 16 warps can hold all channels of the rows.
+
+    Args:
+        rows: the rows of x.
+    """
+    if blocks > _STREAM_BLOCKS or outputs * blocks * LANES_BLOCK > _STREAM_BYTES:
+        return None
+    for each in (2,) if rows <= 8 else (1, 2):
+        for warps in (4, 8, 16):
+            if warps * each >= blocks:
+                return StreamTile(warps, each)
+    return StreamTile(8, 2)
+
+
+def stream_stages(
+    tile: StreamTile, blocks: int, rows: int, channels: int, tiles: int, passes: int
+) -> int:
+    """Return how many tiles of 16 outputs a CTA copies ahead: as many as fit its shared memory, at
+    most _STREAM_STAGES and all.
+
+    Args:
+        blocks: the blocks that a warp has in a pass: those of the tile, or 1.
+        rows: the rows of x, padded.
+        channels: the channels of a warp in a pass.
+        tiles: the tiles of a CTA.
+        passes: the passes over them.
+    """
+    sums = 4 * 16 * rows  # bytes of the sums of a tile
+    beside = 1024 + tile.warps * (2 * rows * channels + sums)
+    beside += sums * tiles if passes > 1 else 0
+    room = SHARED // tile.ctas - 1024 - beside
+    return max(1, min(room // (1024 * tile.warps * blocks), _STREAM_STAGES, tiles * passes))

@@ -26,6 +26,8 @@ from tilewise.kernels.gluon.quantised.operands import (
 from tilewise.kernels.gluon.quantised.ring import Shape as RingShape
 from tilewise.kernels.gluon.quantised.ring import quantised_ring_kernel
 from tilewise.kernels.gluon.quantised.rows import Shape, quantised_rows_kernel
+from tilewise.kernels.gluon.quantised.stream import TILE, quantised_stream_kernel
+from tilewise.kernels.gluon.quantised.stream import Shape as StreamShape
 from tilewise.kernels.gluon.step.linear import counters
 from tilewise.kernels.host.descriptors import chunk_descriptor, matrix_descriptor
 from tilewise.kernels.host.plan import Maker
@@ -33,7 +35,13 @@ from tilewise.kernels.host.planned import planned, rows_of
 from tilewise.kernels.quantised_weight import E2M1, LANES_BLOCK, QuantisedWeight
 from tilewise.kernels.spec import QuantisedLinearSpec
 from tilewise.kernels.tiles import quantised_rows as tiles
-from tilewise.kernels.tiles.quantised_rows import RING_ROWS, FewTile, QuantisedTile, RingTile
+from tilewise.kernels.tiles.quantised_rows import (
+    RING_ROWS,
+    FewTile,
+    QuantisedTile,
+    RingTile,
+    StreamTile,
+)
 from tilewise.kernels.triton.quantised.linear import kind_of, permuted, raw
 
 __all__ = ["launch", "why_not"]
@@ -91,7 +99,7 @@ def launch(
     weight: QuantisedWeight,
     bias: Tensor | None,
     batch_invariant: bool = False,
-    tile: QuantisedTile | RingTile | FewTile | None = None,
+    tile: QuantisedTile | RingTile | FewTile | StreamTile | None = None,
 ) -> Tensor:
     """Return y = x W^T + bias, (..., N), of x (..., K), a quantised weight W (N, K) and bias (N,),
     by the kernel that is fastest for the weight's order and the number of rows.
@@ -110,18 +118,21 @@ def launch(
     x = permuted(maker, rows_of(maker, x), weight)
     rows = len(x)
     if weight.in_lanes:
-        is_few = tile is None and rows <= tiles.FEW_ROWS and not batch_invariant
-        if is_few or isinstance(tile, FewTile):
+        blocks = weight.codes.shape[1] // LANES_BLOCK
+        if tile is None and rows <= tiles.FEW_ROWS and not batch_invariant:
+            tile = tiles.stream_tile_of(outputs, blocks, rows) or tiles.few_tile_of(outputs, blocks)
+        if tile is None:
+            row_tiles = 1 if batch_invariant else -(-rows // RING_ROWS[-1])
+            tile = tiles.ring_tile_of(outputs, blocks, row_tiles)
+        if isinstance(tile, StreamTile):
+            _launch_stream(maker, x, weight, bias, y, tile)
+        elif isinstance(tile, FewTile):
             _launch_few(maker, x, weight, bias, y, tile)
         else:
-            assert not isinstance(tile, QuantisedTile)
-            if tile is None:
-                row_tiles = 1 if batch_invariant else -(-rows // RING_ROWS[-1])
-                blocks = weight.codes.shape[1] // LANES_BLOCK
-                tile = tiles.ring_tile_of(outputs, blocks, row_tiles)
+            assert isinstance(tile, RingTile)
             _launch_ring(maker, x, weight, bias, y, tile)
         return y
-    assert not isinstance(tile, RingTile | FewTile)
+    assert tile is None or isinstance(tile, QuantisedTile)
     if tile is None:
         tile = tiles.tile_of(outputs, channels, rows, batch_invariant=batch_invariant)
     kind, table = kind_and_table(weight, x.dtype)
@@ -279,10 +290,10 @@ def _launch_few(
     weight: QuantisedWeight,
     bias: Tensor | None,
     y: Tensor,
-    tile: FewTile | None,
+    tile: FewTile,
 ) -> None:
     """Add to the plan the launch that computes y (T, N) of up to 16 rows by mma.sync, from codes in
-    the order of lanes; tile None takes the table's."""
+    the order of lanes that a ring brings."""
     outputs, channels = weight.shape
     rows = len(x)
     summed = min(LANES_BLOCK * 8 // weight.bits, weight.block[1])  # channels of a sum
@@ -290,8 +301,6 @@ def _launch_few(
     blocks = _blocks(weight, rows, summed, folds=folds)
     of_stage = blocks * LANES_BLOCK * 8 // weight.bits
     stages = -(-channels // of_stage)
-    if tile is None:
-        tile = tiles.few_tile_of(outputs, weight.codes.shape[1] // LANES_BLOCK)
     padded = 8 if rows <= 8 else 16
     part_stages = -(-stages // tile.parts)
     parts = -(-stages // part_stages)
@@ -358,6 +367,89 @@ def _launch_few(
         shape=shape,
         num_warps=4,
         maxnreg=at_start,
+        **options,
+    )
+
+
+def _launch_stream(
+    maker: Maker,
+    x: Tensor,
+    weight: QuantisedWeight,
+    bias: Tensor | None,
+    y: Tensor,
+    tile: StreamTile,
+) -> None:
+    """Add to the plan the launch that computes y (T, N) of up to 16 rows by mma.sync, from codes in
+    the order of lanes that stream past rows of x."""
+    outputs, channels = weight.shape
+    rows = len(x)
+    summed = min(LANES_BLOCK * 8 // weight.bits, weight.block[1])  # channels of a sum
+    folds = folds_scales(weight, x.dtype)
+    padded = 8 if rows <= 8 else 16
+    in_row = weight.codes.shape[1] // LANES_BLOCK
+    blocks = tile.blocks if in_row % tile.blocks == 0 else 1
+    if not folds and blocks * LANES_BLOCK * 8 // weight.bits // summed > 4:
+        blocks = 1
+    of_pass = tile.warps * blocks
+    passes = -(-in_row // of_pass)
+    num_tiles = -(-outputs // TILE.value)
+    ctas = min(num_tiles, tiles.SMS * tile.ctas)
+    per_cta = -(-num_tiles // ctas)
+    of_stage = blocks * LANES_BLOCK * 8 // weight.bits
+    kind, table = kind_and_table(weight, x.dtype)
+    scales, grid = read_scales(weight, y, folds=folds)
+    is_whole = weight.zeros is not None and not weight.zeros.is_floating_point()
+    shape = StreamShape(
+        kind,
+        padded,
+        tile.warps,
+        blocks,
+        tiles.stream_stages(tile, blocks, padded, of_stage, per_cta, passes),
+        per_cta if passes > 1 else 0,
+        1 if folds else of_stage // summed,
+        steps_of(weight.block, channels, summed),
+        steps_of(weight.outer_block, channels, summed),
+        kind_of(weight.scales),
+        weight.outer is not None,
+        weight.zeros is not None,
+        is_whole and kind == INT4.value,
+        -1 if weight.minimums is None else kind_of(weight.minimums),
+        weight.outer_minimums is not None,
+        bias is not None,
+        weight.block[0],
+        weight.outer_block[0],
+        outputs % TILE.value == 0 and in_row % of_pass == 0,
+        early.mode("rows"),
+        folds=folds,
+        turned=weight.is_spread,
+    )
+    x = maker.addressable(x)
+    words = weight.codes.view(torch.int32)
+    outer = weight.outer_minimums if weight.outer is None else weight.outer
+    options = {"launch_pdl": True} if shape.early else {}
+    maker.launch(
+        quantised_stream_kernel,
+        ctas,
+        words,
+        chunk_descriptor(x, tile.warps * of_stage // CHUNK.value, padded, CHUNK.value),
+        scales,
+        raw(weight.zeros, y),
+        raw(weight.minimums, y),
+        raw(weight.outer, y),
+        raw(weight.outer_minimums, y),
+        *table,
+        y if bias is None else bias,
+        y,
+        MAGIC_WORDS["bf16" if x.dtype == torch.bfloat16 else "fp16"],
+        rows,
+        outputs,
+        passes,
+        words.shape[1],
+        grid,
+        1 if outer is None else outer.shape[1],
+        shape=shape,
+        num_warps=tile.warps,
+        maxnreg=min(65536 // (32 * tile.warps * tile.ctas) // 8 * 8, 248),
         **options,
     )
 

@@ -441,7 +441,7 @@ def scales_layout(num_warps, groups):
     `lanes_layout`."""
     registers = [*([0, size] for size in (1, 2) if size < groups), [8, 0]]
     lanes = [[0, 0], [0, 0], [1, 0], [2, 0], [4, 0]]
-    warps = [[size, 0] for size in (16, 32, 64) if size < 16 * num_warps]
+    warps = [[size, 0] for size in (16, 32, 64, 128) if size < 16 * num_warps]
     shape = [16 * num_warps, groups]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], shape)
 
@@ -560,14 +560,19 @@ def pairs(x, DTYPE: gl.constexpr):
 
 
 @gluon.jit
-def lanes_operand(registers, KIND: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the left operand (outputs, channels), in LAYOUT, of registers of `lanes_registers`;
-    costs no instruction."""
+def lanes_numbers(registers, KIND: gl.constexpr, DTYPE: gl.constexpr):
+    """Return the 16-bit numbers (outputs, channels) of registers of `lanes_registers`; costs no
+    instruction."""
     low, high = numbers(registers, DTYPE)
     M: gl.constexpr = registers.shape[0]
     N: gl.constexpr = registers.shape[2]
     if bits_of(KIND) == 4:
-        x = gl.join(low, high).permute((0, 2, 4, 3, 1, 5)).reshape([M, N * 32])
+        return gl.join(low, high).permute((0, 2, 4, 3, 1, 5)).reshape([M, N * 32])
     else:
-        x = gl.join(low, high).permute((0, 2, 3, 1, 4)).reshape([M, N * 16])
-    return gl.convert_layout(x, LAYOUT, assert_trivial=True)
+        return gl.join(low, high).permute((0, 2, 3, 1, 4)).reshape([M, N * 16])
+
+
+@gluon.jit
+def lanes_operand(registers, KIND: gl.constexpr, DTYPE: gl.constexpr, LAYOUT: gl.constexpr):
+    """Return `lanes_numbers` as a left operand (outputs, channels) in LAYOUT."""
+    return gl.convert_layout(lanes_numbers(registers, KIND, DTYPE), LAYOUT, assert_trivial=True)

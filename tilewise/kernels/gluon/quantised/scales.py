@@ -101,8 +101,8 @@ def stage_scales(tensors, base, stage, grid, shape: gl.constexpr):
     """
     if shape.folds:
         layout: gl.constexpr = scales_layout(shape.num_warps, shape.blocks)
-        column = stage * shape.blocks + gl.arange(0, shape.blocks, gl.SliceLayout(0, layout))
-        at = base[0] + gl.expand_dims(gl.minimum(column, grid - 1) * _ROWS, 0)
+        column = gl.expand_dims(gl.arange(0, shape.blocks, gl.SliceLayout(0, layout)), 0)
+        at = base[0] + gl.minimum(column + stage * shape.blocks, grid - 1) * _ROWS
         scale = gl.load(tensors[0] + at)
         return scale, scale, scale, scale, scale
     else:
@@ -140,6 +140,6 @@ def negated_zeros(raw, shape: gl.constexpr, DTYPE: gl.constexpr):
         zero = raw[1].to(gl.float32) * -SMALL
     else:
         layout: gl.constexpr = scales_layout(shape.num_warps, shape.groups)
-        size: gl.constexpr = [shape.tile_n, shape.groups]
+        size: gl.constexpr = [16 * shape.num_warps, shape.groups]
         zero = gl.zeros(size, gl.float32, layout)
     return pairs(zero, DTYPE)
