@@ -200,12 +200,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
     },
 }
-SHAPES["llama-3-8b"] = shapes.SHAPES["llama-3-8b"]
-SHAPES["llama-3-8b-4-bits"] = SHAPES["llama-3-8b"] | {
+_FOUR_BITS = {
     "quantization_config": {
         "quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True, "desc_act": False,
     }
 }  # fmt: skip
+for _name in ("llama-3-8b", "qwen3-0.6b"):
+    SHAPES[_name] = shapes.SHAPES[_name]
+    SHAPES[f"{_name}-4-bits"] = SHAPES[_name] | _FOUR_BITS
 WANTED = {  # shares of the roof at 1, 32 and 256 rows
     "qwen3-30b-a3b": (0.35, 0.5, 0.6),
     "gemma-4-12b": (0.6, 0.7, 0.8),
@@ -276,12 +278,16 @@ def write_four_bits(path: Path, config: dict[str, Any], device: str) -> None:
         shape = (config["vocab_size"], hidden)
         return (0.02 * torch.randn(shape, device=device)).bfloat16().cpu()
 
-    tensors = {"model.embed_tokens.weight": table(), "lm_head.weight": table()}
+    tensors = {"model.embed_tokens.weight": table()}
+    if not config["tie_word_embeddings"]:
+        tensors["lm_head.weight"] = table()
     tensors["model.norm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
     for layer in range(config["num_hidden_layers"]):
         at = f"model.layers.{layer}"
         for name in ("input_layernorm", "post_attention_layernorm"):
             tensors[f"{at}.{name}.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+        for name in ("q_norm", "k_norm") if config["model_type"] == "qwen3" else ():
+            tensors[f"{at}.self_attn.{name}.weight"] = torch.ones(width, dtype=torch.bfloat16)
         for name, (outputs, channels) in sizes.items():
             scales = torch.full((channels // group, outputs), 0.2 * channels**-0.5)
             tensors[f"{at}.{name}.qweight"] = words(channels // 8, outputs)

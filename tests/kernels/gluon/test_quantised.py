@@ -302,7 +302,15 @@ needs_hopper = pytest.mark.skipif(
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("rows", "outputs", "channels"),
-    [(1, 1030, 1024), (5, 4096, 2048), (16, 200, 11008), (64, 6144, 4096), (600, 104, 640)],
+    [
+        (1, 1030, 1024),
+        (5, 4096, 2048),
+        (8, 4256, 8192),  # several passes over the tiles of a CTA
+        (16, 1024, 3072),
+        (16, 200, 11008),
+        (64, 6144, 4096),
+        (600, 104, 640),
+    ],
 )
 def test_every_kind_in_lanes_keeps_the_budget_on_a_gpu(kind, rows, outputs, channels, dtype):
     check(kind, rows, outputs, channels, dtype, rows < 16, place="cuda", in_lanes=True)
