@@ -565,6 +565,28 @@ def test_sequences_that_fill_an_h200_once_are_planned_whole(num_seqs: int, is_wh
     )
 
 
+@pytest.mark.parametrize(
+    ("num_seqs", "arch", "dtype", "is_long"),
+    [
+        (1, 90, torch.bfloat16, True),
+        (2, 90, torch.bfloat16, False),
+        (1, 80, torch.bfloat16, False),
+        (1, 90, torch.float32, False),
+    ],
+)
+def test_one_sequence_on_hopper_has_longer_steps(num_seqs, arch, dtype, is_long) -> None:
+    spec = PagedSpec(
+        "cuda", dtype, dtype, num_seqs, num_seqs, 1, 16, 8, 128, 128, 16, max_blocks=128
+    )
+    config = tiles.planned_work(spec, arch, 132).split_config
+    asked = tiles.paged_split_config(spec, 1, arch)
+    if is_long:
+        assert (config.tile_n, config.num_stages) == (tiles.WHOLE_TILE_N, tiles.WHOLE_STAGES)
+        assert config.tile_n > asked.tile_n
+    else:
+        assert config == asked
+
+
 def test_plan_fills_the_device_and_leaves_short_sequences_whole() -> None:
     config = tiles.paged_split_config(_spec(), 1, 90)
     plan = tiles.plan_splits(_spec(num_seqs=1, max_blocks=8192), config, 1, 132)

@@ -101,6 +101,8 @@ BYTE_TILE_N, PROGRAMS_OF_BYTES, PROGRAMS_OF_LONE_BYTES, LONE_HEADS = 128, 3, 2, 
 # keys in flight a program: 32 x 1,024 keys, 8 key heads, a step of Qwen3-0.6B of 28 layers takes
 # 1,936 us in place of 2,077 (H200, 2026-11-23, lab/results/early_decode_h200.json); with twice
 # the sequences a layer takes 153 us in place of 127 (tune_paged_planned_h200.json).
+# One sequence has such steps, too: one row of Qwen3-0.6B after 1,024 tokens takes 757 us in place
+# of 773, after 3,000 899 in place of 930 (H200, lab/results/lone_decode_h200.json, 2026-11-30).
 WHOLE_PROGRAMS, WHOLE_TILE_N, WHOLE_STAGES = 2, 64, 3
 _LEAST_FILLED = 0.9
 # Of gluon.paged.decode: 64 x 4,096 keys of 4 bits took 89.0 us, with tiles of 32 keys 95.0, of
@@ -333,16 +335,20 @@ def plan_splits(
     )
 
 
+def _is_measured(spec: PagedSpec, arch: int) -> bool:
+    """Return whether sequences decode one token each, on Hopper, over rows of 512 bytes in 16 bits:
+    the calls for which steps of WHOLE_TILE_N keys were measured."""
+    is_row = spec.cache_dtype.itemsize == 2 and row_bytes(spec) == 512 and arch // 10 == 9
+    return is_row and spec.max_seqlen_q == 1
+
+
 def fills_whole(spec: PagedSpec, arch: int, sm_count: int) -> bool:
     """Return whether sequences that decode fill the device about once without splits: 0.9 to 1 of
-    its WHOLE_PROGRAMS programs an SM have a key head of a sequence.
-
-    The choice was measured for rows of 512 bytes in 16 bits on Hopper only: all else is False.
+    its WHOLE_PROGRAMS programs an SM have a key head of a sequence; False of what was not measured.
     """
-    is_measured = spec.cache_dtype.itemsize == 2 and row_bytes(spec) == 512 and arch // 10 == 9
     slots = WHOLE_PROGRAMS * sm_count
     filled = spec.num_seqs * spec.num_kv_heads / slots
-    return is_measured and spec.max_seqlen_q == 1 and _LEAST_FILLED <= filled <= 1
+    return _is_measured(spec, arch) and _LEAST_FILLED <= filled <= 1
 
 
 def planned_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
@@ -353,8 +359,10 @@ def planned_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
         return work
     config = work.split_config
     resident = WIDE_RESIDENT_PROGRAMS if is_wide(spec) else RESIDENT_PROGRAMS
-    if fills_whole(spec, arch, sm_count):
+    is_whole = fills_whole(spec, arch, sm_count)
+    if is_whole or (spec.num_seqs == 1 and _is_measured(spec, arch)):
         config = replace(config, tile_n=WHOLE_TILE_N, num_stages=WHOLE_STAGES)
+    if is_whole:
         resident = WHOLE_PROGRAMS
     merges_apart = has_only_mma_sync(arch)
     if _reads_many_bytes(spec, config.tile_m, arch):

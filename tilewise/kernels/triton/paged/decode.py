@@ -56,6 +56,10 @@ from tilewise.kernels.triton.paged.quantise import FLOAT, Scales
 from tilewise.kernels.triton.paged.splits import FIELDS, TILE_B, plan_record
 from tilewise.kernels.triton.visible import first_key_of_run, key_at
 
+# Numbers of parts that a program merges at once: 32 registers a thread, so that four programs fit a
+# multiprocessor. One sequence alone has as many splits as twice that; 28 layers of Qwen3-0.6B take
+# 3 % less of a step (H200, lab/results/lone_decode_h200.json, 2026-11-30).
+MERGED, MERGED_ALONE = 4096, 8192
 KEYS_AHEAD = 64  # keys of each split: 16 MiB for the programs that an H200 runs at a time
 FEW_ROWS = 1024  # so few rows leave most of a GPU idle: use 4 warps and 4 times the splits for each
 
@@ -145,6 +149,7 @@ def _split_kernel(
     TILE_N: tl.constexpr,
     EARLY: tl.constexpr,
     AHEAD: tl.constexpr,
+    MERGED: tl.constexpr,
 ):
     TILE_DV: tl.constexpr = form.dv_pad
     begin_next(EARLY)
@@ -319,6 +324,7 @@ def _split_kernel(
                     head,
                     form,
                     TILE_M,
+                    MERGED,
                 )
 
 
@@ -371,16 +377,16 @@ def _merge_parts(
     head,
     form: tl.constexpr,
     TILE_M: tl.constexpr,
+    MERGED: tl.constexpr,
 ):
     """Write o and lse of this program's tile of rows, merged from all splits of the sequence.
 
     first_pair, num_splits: the range of the sequence's parts in at.part_o and at.part_lse; start,
-    run: its first row and number of rows; head: the key head.
+    run: its first row and number of rows; head: the key head; MERGED: the numbers of parts at once.
     """
     TILE_DV: tl.constexpr = form.dv_pad
     TILE_R: tl.constexpr = form.tile_g if form.tile_g < TILE_M else TILE_M
-    # As many splits at once as make 4,096 numbers, 32 registers a thread: four programs fit an SM.
-    WANTED: tl.constexpr = 4096 // (TILE_R * TILE_DV)
+    WANTED: tl.constexpr = MERGED // (TILE_R * TILE_DV)
     PARTS: tl.constexpr = WANTED if WANTED > 1 else 1
     offs_s = tl.arange(0, PARTS)
     offs_dv = tl.arange(0, form.dv_pad)
@@ -568,6 +574,7 @@ def launch_decode(
         TILE_M=config.tile_m,
         TILE_N=config.tile_n,
         AHEAD=_keys_ahead(maker, k_cache, v_cache) if early["EARLY"] else 0,
+        MERGED=MERGED_ALONE if spec.num_seqs == 1 and not spec.batch_invariant else MERGED,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
         **early,
