@@ -34,7 +34,7 @@ from tilewise.kernels.gluon.quantised.operands import (
     lanes_registers,
     sum_layout,
 )
-from tilewise.kernels.gluon.quantised.ring import words_of
+from tilewise.kernels.gluon.quantised.ring import columns, words_of
 from tilewise.kernels.gluon.quantised.scales import (
     bases_layout,
     bases_of,
@@ -239,46 +239,6 @@ def _of_outputs(numbers, W: gl.constexpr):
 
 
 @gluon.jit
-def _columns(numbers, GROUPS: gl.constexpr, W: gl.constexpr):
-    """Return the GROUPS columns of numbers (warps * 16, GROUPS) as a tuple of `_of_outputs`."""
-    if GROUPS == 1:
-        return (_of_outputs(numbers.reshape([W * TILE]), W),)
-    elif GROUPS == 2:
-        low, high = gl.split(numbers)
-        return (_of_outputs(low, W), _of_outputs(high, W))
-    else:
-        even, odd = gl.split(numbers.reshape([W * TILE, 2, 2]))
-        first, third = gl.split(even)
-        second, fourth = gl.split(odd)
-        return (
-            _of_outputs(first, W),
-            _of_outputs(second, W),
-            _of_outputs(third, W),
-            _of_outputs(fourth, W),
-        )
-
-
-@gluon.jit
-def _row_columns(numbers, GROUPS: gl.constexpr, layout: gl.constexpr):
-    """Return the GROUPS columns of numbers (warps * 16, GROUPS) as a tuple of (warps * 16,)."""
-    if GROUPS == 1:
-        return (gl.convert_layout(numbers.reshape([numbers.shape[0]]), layout),)
-    elif GROUPS == 2:
-        low, high = gl.split(numbers)
-        return (gl.convert_layout(low, layout), gl.convert_layout(high, layout))
-    else:
-        even, odd = gl.split(numbers.reshape([numbers.shape[0], 2, 2]))
-        first, third = gl.split(even)
-        second, fourth = gl.split(odd)
-        return (
-            gl.convert_layout(first, layout),
-            gl.convert_layout(second, layout),
-            gl.convert_layout(third, layout),
-            gl.convert_layout(fourth, layout),
-        )
-
-
-@gluon.jit
 def _row_sums(rights, shape: gl.constexpr, DTYPE: gl.constexpr):
     """Return the sums of rows of x over the channels of each group, as sums (warps, 16, rows) all
     of whose outputs are equal; zeros where no offset needs them."""
@@ -334,15 +294,16 @@ def _grouped(words, raw, rights, row_sums, constants, shape: gl.constexpr, DTYPE
     acc = nothing
     pieces = words_of(words, GROUPS)
     scale, offset = scale_and_offset(raw, shape, DTYPE)
-    scales = _columns(scale, GROUPS, W)
-    offsets = _columns(offset, GROUPS, W)
-    zeros = _row_columns(negated_zeros(raw, shape, DTYPE), GROUPS, LINES)
+    OUTPUTS: gl.constexpr = bases_layout(shape)
+    scales = columns(scale, GROUPS, OUTPUTS)
+    offsets = columns(offset, GROUPS, OUTPUTS)
+    zeros = columns(negated_zeros(raw, shape, DTYPE), GROUPS, LINES)
     for group in gl.static_range(GROUPS):
         registers = lanes_registers(pieces[group], zeros[group], constants, shape.kind, DTYPE)
         part = mma_v2(_left(registers, shape, DTYPE), rights[group], nothing)
-        acc = acc + part * scales[group]
+        acc = acc + part * _of_outputs(scales[group], W)
         if has_offset(shape):
-            acc = acc - row_sums[group] * offsets[group]
+            acc = acc - row_sums[group] * _of_outputs(offsets[group], W)
     return acc
 
 
