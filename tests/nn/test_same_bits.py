@@ -94,3 +94,31 @@ def test_a_gate_that_is_trained_has_the_bits_of_inference_and_torchs_gradients(
         torch.testing.assert_close(mine, true)
     frozen = gate(leaves[0][:, 333:], x)
     assert torch.autograd.grad(frozen, leaves[0], dy)[0][:, :333].eq(0).all()
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_pytorch_tanh", "sigmoid"])
+def test_second_derivatives_of_a_gate_are_torchs(name: str) -> None:
+    torch.manual_seed(6)
+    function = torch.sigmoid if name == "sigmoid" else ACTIVATIONS[name]
+    held = nn.Sequential(Gate(function), nn.Linear(1, 1))
+    use_inference_bits(held)
+    both, x = torch.randn(3, 8), torch.randn(3, 8)
+
+    def penalties(gate):
+        leaves = [t.clone().requires_grad_() for t in (both, x)]
+        second = []
+        for y, given in (
+            (gate(leaves[0]), leaves[:1]),
+            (gate(leaves[0][:, :4], leaves[1][:, :4]), leaves),
+            (gate(both, leaves[1]), leaves[1:]),
+        ):
+            first = torch.autograd.grad(y.square().sum(), given, create_graph=True)
+            second += torch.autograd.grad(sum(g.square().sum() for g in first), given)
+        return second
+
+    def plain(gate, x=None):
+        gate, x = gate.chunk(2, -1) if x is None else (gate, x)
+        return function(gate) * x
+
+    for mine, true in zip(penalties(held[0]), penalties(plain), strict=True):
+        torch.testing.assert_close(mine, true)

@@ -135,8 +135,16 @@ class _GatedMul(torch.autograd.Function):
         return ops.gated_mul(gate, x, function=name)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
         given, x = ctx.saved_tensors
+        if torch.is_grad_enabled():  # for second derivatives: what is written by `out` has none
+            factors = given.chunk(2, dim=-1) if x is None else (given, x)
+            y = _VALUES[ctx.name](factors[0]) * factors[1]
+            needs = ctx.needs_input_grad[:2]
+            wanted = [t for t, is_needed in zip((given, x), needs, strict=True) if is_needed]
+            found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
+            d_first, d_second = (next(found) if is_needed else None for is_needed in needs)
+            return d_first, d_second, None
         gate, d_given, d_x = given, torch.empty_like(given), None
         d_gate, d_factor = d_given, None
         if x is None:
