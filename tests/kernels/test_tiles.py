@@ -7,7 +7,7 @@ import torch
 
 from tests.kernels.planned import serving_spec
 from tilewise.kernels.spec import AttentionSpec
-from tilewise.kernels.tiles import latent, paged
+from tilewise.kernels.tiles import latent, paged, quantised_rows
 from tilewise.kernels.tiles.attention import Part, candidates
 from tilewise.kernels.tiles.paged import padded_head_dim
 
@@ -80,3 +80,27 @@ def test_consumer_blackwell_has_the_tiles_of_ada(run: int, cache_dtype: torch.dt
     spec, latents = serving_spec(**tokens), serving_spec(**tokens, **heads)
     assert paged.paged_work(spec, 120, 170) == paged.paged_work(spec, 89, 170)
     assert latent.mla_work(latents, 120, 170) == latent.mla_work(latents, 89, 170)
+
+
+@pytest.mark.parametrize("channels", [64, 128])  # of a block of 8 and of 4 bits
+@pytest.mark.parametrize("rows", [1, 16])
+def test_streams_fit_their_share_of_shared_memory(rows: int, channels: int) -> None:
+    """The outputs are the fewest, and the most that stream."""
+    padded, most = 8 if rows <= 8 else 16, 16 << 20
+    for blocks in range(1, 65):
+        for outputs in (1, most // (64 * blocks)):
+            tile = quantised_rows.stream_tile_of(outputs, blocks, rows)
+            assert tile is not None
+            for each in {1, tile.blocks}:  # what a warp has in a pass
+                passes = -(-blocks // (tile.warps * each))
+                tiles = -(-outputs // 16)
+                of_cta = -(-tiles // min(tiles, quantised_rows.SMS * tile.ctas))
+                stages = quantised_rows.stream_stages(
+                    tile, each, padded, each * channels, of_cta, passes
+                )
+                sums = 64 * padded
+                held = tile.warps * (1024 * each * stages + 2 * padded * each * channels + sums)
+                held += sums * of_cta * (passes > 1)
+                assert tile.ctas * (held + 2048) <= 228 << 10
+    assert quantised_rows.stream_tile_of(16, 65, rows) is None
+    assert quantised_rows.stream_tile_of(most // 64 + 1, 1, rows) is None

@@ -79,7 +79,7 @@ FUSED_ON = ("cuda",)
 
 
 def fuse_on_cpu(module: nn.Module) -> None:
-    """Set `fuses_on_cpu` on all norms and feed-forward blocks at and below `module`.
+    """Set `fuses_on_cpu` on all norms, gates and ungated blocks at and below `module`.
 
     In inference on a CPU they then use the kernels of a compiled step and give its bits.
     """

@@ -177,6 +177,19 @@ def test_a_row_has_the_same_bits_with_any_others_in_lanes(kind):
     assert torch.equal(alone[0], many[7])
 
 
+def test_up_to_16_rows_stream_unless_their_bits_may_not_depend_on_how_many_they_are():
+    weight = make_weight("int8", 40, 512).lanes()
+    x = torch.randn(17, 512).bfloat16()
+    for rows, is_invariant, kernel in (
+        (16, False, "quantised_stream_kernel"),
+        (17, False, "quantised_ring_kernel"),
+        (16, True, "quantised_ring_kernel"),
+    ):
+        with emulated(0) as names:
+            linear.launch(x[:rows], weight, None, is_invariant)
+        assert names == [kernel]
+
+
 def test_a_row_has_the_same_bits_whatever_is_beside_it():
     weight = make_weight("int4", 40, 256)
     x = torch.randn(20, 256).bfloat16()

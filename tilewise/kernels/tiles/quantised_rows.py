@@ -179,7 +179,7 @@ class StreamTile(NamedTuple):
 # Llama-3-8B 4,096 -> 4,096 6.5 and 7.5, -> 28,672 24.6 and 26.1, at 16 rows 32 and 28 (H200,
 # 2026-11-30, lab/results/quantised_h200.json).
 _STREAM_BYTES = 16 << 20  # codes of a weight: a `FewTile` reads more of them faster
-_STREAM_BLOCKS = 64  # of a row, which are at most four passes
+_STREAM_BLOCKS = 64  # of a row: four passes, or eight where a warp has one block in a pass
 _STREAM_STAGES = 6
 
 
@@ -187,7 +187,8 @@ def stream_tile_of(outputs: int, blocks: int, rows: int) -> StreamTile | None:
     """Choose the tile of a product of up to 16 rows by the codes of a weight, `outputs` rows of
     `blocks` times 64 bytes, that stream; None if a `FewTile` is faster.
 
-    One pass is chosen if 16 warps can hold all channels of the rows.
+    One pass is chosen if 16 warps can hold all channels of the rows. A warp has one block in a
+    pass, whatever the tile says, if blocks are odd in number or have four sums each.
 
     Args:
         rows: the rows of x.

@@ -1,14 +1,15 @@
-"""Activation functions of a register of float32, chosen by a number that is data.
+"""Activation functions of a register of floats, chosen by a number that is data.
 
 What      y = f(x): sigmoid, silu, gelu, gelu by tanh, relu, its square, tanh, softplus, exp, or
           x itself.
 Grid      none: inlined into the epilogue of a product and into `elementwise.py`.
 One call  LANES elements.
 Traffic   none.
-Numerics  float32. 0.5 (1 + tanh(u)) is 1 / (1 + exp(-2 u)), which does not cancel. gelu's normal
-          distribution is exp(-x^2 / 2) times a polynomial of 1 / (2 + |x|), within 4e-8 of x times
-          it. softplus is max(x, 0) and ln(1 + y), y = exp(-|x|), as y times a polynomial of y.
-          exp is 2^p times 1 + e ln 2, where e is what rounding took from p = x log2 e.
+Numerics  float32; sigmoid, silu and gelu by tanh also float64. 0.5 (1 + tanh(u)) is
+          1 / (1 + exp(-2 u)), which does not cancel. gelu's normal distribution is exp(-x^2 / 2)
+          times a polynomial of 1 / (2 + |x|), within 4e-8 of x times it. softplus is max(x, 0) and
+          ln(1 + y), y = exp(-|x|), as y times a polynomial of y. exp is 2^p times 1 + e ln 2, where
+          e is what rounding took from p = x log2 e.
 """
 
 from __future__ import annotations
@@ -124,10 +125,11 @@ def _exponential(like, x):
 
 @inner
 def applied(like, function, x):
-    """Return f(x), lane by lane, of a Vector of float32.
+    """Return f(x), lane by lane, of a Vector of float32; of float64, too, if f is sigmoid, silu or
+    gelu by tanh.
 
     Args:
-        like: an empty array of float32.
+        like: an empty array of the dtype.
         function: the number of f, one of `CODES`. It is not checked here: the names are looked up
             in `CODES` where a call or a program is made, and raise KeyError there if unknown.
     """
