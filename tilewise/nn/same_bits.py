@@ -129,22 +129,24 @@ class _GatedMul(torch.autograd.Function):
     gradients."""
 
     @staticmethod
-    def forward(ctx: Any, gate: Tensor, x: Tensor | None, name: str) -> Tensor:
+    def forward(
+        ctx: Any, gate: Tensor, x: Tensor | None, name: str, function: Callable[[Tensor], Tensor]
+    ) -> Tensor:
         ctx.save_for_backward(gate, x)
-        ctx.name = name
+        ctx.name, ctx.function = name, function
         return ops.gated_mul(gate, x, function=name)
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         given, x = ctx.saved_tensors
         if torch.is_grad_enabled():  # for second derivatives: what is written by `out` has none
             factors = given.chunk(2, dim=-1) if x is None else (given, x)
-            y = _VALUES[ctx.name](factors[0]) * factors[1]
+            y = ctx.function(factors[0]) * factors[1]
             needs = ctx.needs_input_grad[:2]
             wanted = [t for t, is_needed in zip((given, x), needs, strict=True) if is_needed]
             found = iter(torch.autograd.grad(y, wanted, dy, create_graph=True))
             d_first, d_second = (next(found) if is_needed else None for is_needed in needs)
-            return d_first, d_second, None
+            return d_first, d_second, None, None
         gate, d_given, d_x = given, torch.empty_like(given), None
         d_gate, d_factor = d_given, None
         if x is None:
@@ -152,20 +154,12 @@ class _GatedMul(torch.autograd.Function):
             d_gate, d_factor = d_given.chunk(2, dim=-1)
         elif ctx.needs_input_grad[1]:
             d_factor = d_x = torch.empty_like(x)
-        value = _VALUES[ctx.name](gate)
+        value = ctx.function(gate)
         if d_factor is not None:
             torch.mul(dy, value, out=d_factor)
         read = value if ctx.name == "sigmoid" else gate
         _BACKWARD[ctx.name](dy * x, read, grad_input=d_gate)
-        return d_given, d_x, None
-
-
-_VALUES: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "sigmoid": torch.sigmoid,
-}
+        return d_given, d_x, None, None
 
 
 # Functions of the gradient of f(gate), and of the gate or of f(gate), that write the gate's.
@@ -183,8 +177,8 @@ class _Gate(Gate):
         is_plain = x is None or (x.dtype == gate.dtype and x.stride(-1) == 1)
         if self.name is None or not is_plain or gate.stride(-1) != 1 or not gate.numel():
             return super().forward(gate, x)
-        y: Tensor = _GatedMul.apply(gate, x, self.name)  # type: ignore[no-untyped-call, unused-ignore]
-        return y
+        apply: Callable[..., Tensor] = _GatedMul.apply
+        return apply(gate, x, self.name, self.function)
 
 
 class _ShiftedRMSNorm(_Valued, ShiftedRMSNorm):

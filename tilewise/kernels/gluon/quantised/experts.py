@@ -40,13 +40,13 @@ from tilewise.kernels.gluon.quantised.operands import (
     FOLDED,
     HALVES,
     SINGLE,
-    bits_of,
     rows_in_weight,
 )
 from tilewise.kernels.gluon.quantised.ring import (
     Ring,
     added_operand,
     added_products,
+    channels_of,
     registers_of_step,
     start_products,
     wait_for_products,
@@ -102,12 +102,6 @@ class Shape(NamedTuple):
 @gluon.constexpr_function
 def _acc_layout(shape):
     return few_layout() if shape.few else sum_layout(shape.rows, 4)
-
-
-@gluon.constexpr_function
-def _channels(shape):
-    """Return the number of channels of K in a stage of the ring."""
-    return shape.blocks * BLOCK_WORDS.value * 32 // bits_of(shape.kind)
 
 
 @gluon.constexpr_function
@@ -185,10 +179,10 @@ def _bring(codes, x, ring, stage, expert_row, first, half, row, step, shape: gl.
             at = stage * WARPGROUPS + group
             tma_load(codes, [expert_row + output, word], full, ring.codes.index(at))
     if shape.few:
-        CHUNKS: gl.constexpr = _channels(shape) // CHUNK
+        CHUNKS: gl.constexpr = channels_of(shape) // CHUNK
         tma_load(x, [step * CHUNKS, row, 0], full, ring.x.index(stage))
     else:
-        S: gl.constexpr = _channels(shape) // GROUPS
+        S: gl.constexpr = channels_of(shape) // GROUPS
         for group in gl.static_range(GROUPS):
             at = [row, step * (S * GROUPS) + group * S]
             tma_load(x, at, full, ring.x.index(stage * GROUPS + group))
@@ -443,7 +437,7 @@ def experts_kernel(
     PIECES: gl.constexpr = shape.warpgroups * (2 if shape.pairs == HALVES else 1)
     HIGH: gl.constexpr = 32 if shape.pairs == HALVES else 64
     GROUPS: gl.constexpr = shape.groups
-    CHANNELS: gl.constexpr = _channels(shape)
+    CHANNELS: gl.constexpr = channels_of(shape)
     code_ring = gl.allocate_shared_memory(
         codes.dtype, [shape.stages * PIECES, HIGH, BLOCK_WORDS * shape.blocks], codes.layout
     )

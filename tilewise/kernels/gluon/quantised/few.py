@@ -158,19 +158,18 @@ def _split(x):
 
 
 @gluon.jit
-def _rights(x, GROUPS: gl.constexpr):
-    """Return a tuple of right operands (channels, rows), one for each of the GROUPS equal parts of
-    the channels of x (rows, channels)."""
+def groups_of(x, GROUPS: gl.constexpr):
+    """Return a tuple of x (rows, channels / GROUPS), one for each of the GROUPS equal parts of the
+    channels of x (rows, channels)."""
     if GROUPS == 1:
-        return (_right(x),)
+        return (x,)
     elif GROUPS == 2:
-        low, high = _split(x)
-        return (_right(low), _right(high))
+        return _split(x)
     else:
         low, high = _split(x)
         first, second = _split(low)
         third, fourth = _split(high)
-        return (_right(first), _right(second), _right(third), _right(fourth))
+        return (first, second, third, fourth)
 
 
 @gluon.jit
@@ -212,7 +211,7 @@ def _added_groups(acc, words, inputs, raw, constants, shape: gl.constexpr, DTYPE
     GROUPS: gl.constexpr = shape.groups
     CHANNELS: gl.constexpr = _chunks(shape) * CHUNK
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    rights = _rights(inputs, GROUPS)
+    parts = groups_of(inputs, GROUPS)
     pieces = words_of(words, GROUPS)
     scale, offset = scale_and_offset(raw, shape, DTYPE)
     scales = columns(scale, GROUPS, ROWS)
@@ -222,12 +221,13 @@ def _added_groups(acc, words, inputs, raw, constants, shape: gl.constexpr, DTYPE
     left_size: gl.constexpr = [shape.tile_n, CHANNELS // GROUPS]
     nothing = gl.zeros(size, gl.float32, MMA)
     for group in gl.static_range(GROUPS):
+        right = _right(parts[group])
         registers = lanes_registers(pieces[group], zeros[group], constants, shape.kind, DTYPE)
-        part = mma_v2(lanes_operand(registers, shape.kind, DTYPE, LEFT), rights[group], nothing)
+        part = mma_v2(lanes_operand(registers, shape.kind, DTYPE, LEFT), right, nothing)
         acc = acc + part * gl.expand_dims(scales[group], 1)
         if has_offset(shape):
             ones = gl.full(left_size, 1.0, DTYPE, LEFT)
-            row_sum = mma_v2(ones, rights[group], nothing)
+            row_sum = mma_v2(ones, right, nothing)
             acc = acc - row_sum * gl.expand_dims(offsets[group], 1)
     return acc
 

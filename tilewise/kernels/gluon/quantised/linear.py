@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -218,39 +219,24 @@ def _launch_ring(
         size = num_tiles * parts * tile.tile_n * padded
         sums = maker.empty((size,), torch.float32)
         arrived = counters(maker, num_tiles * tile.tile_n // 64)
-    kind, table = kind_and_table(weight, x.dtype)
     at_start, registers = tiles.ring_registers(tile, padded)
     groups = 1 if folds else of_stage // summed
-    scales, grid = read_scales(weight, y, folds=folds)
-    is_whole = weight.zeros is not None and not weight.zeros.is_floating_point()
+    tensors, grids = tensors_of(weight, bias, y, x.dtype)
     shape = RingShape(
-        kind,
-        padded,
-        tile.tile_n // 64,
-        64,
-        4,
-        registers,
-        tiles.ring_stages(tile, padded, of_stage, blocks * LANES_BLOCK, part_stages),
-        parts,
-        blocks,
-        groups,
-        steps_of(weight.block, channels, summed),
-        steps_of(weight.outer_block, channels, summed),
-        kind_of(weight.scales),
-        weight.outer is not None,
-        weight.zeros is not None,
-        is_whole and kind == INT4.value,
-        -1 if weight.minimums is None else kind_of(weight.minimums),
-        weight.outer_minimums is not None,
-        bias is not None,
-        early.mode("rows"),
-        tile.fetches,
-        folds=folds,
-        turned=weight.is_spread,
+        **facts_of(weight, bias, x.dtype, summed),
+        rows=padded,
+        warpgroups=tile.tile_n // 64,
+        tile_n=64,
+        num_warps=4,
+        registers=registers,
+        stages=tiles.ring_stages(tile, padded, of_stage, blocks * LANES_BLOCK, part_stages),
+        parts=parts,
+        blocks=blocks,
+        groups=groups,
+        fetches=tile.fetches,
     )
     x = maker.addressable(x)
     words = weight.codes.view(torch.int32)
-    outer = weight.outer_minimums if weight.outer is None else weight.outer
     options = {"launch_pdl": True} if shape.early else {}
     maker.launch(
         quantised_ring_kernel,
@@ -258,13 +244,7 @@ def _launch_ring(
         matrix_descriptor(words, 64, blocks * LANES_BLOCK // 4),
         words,
         matrix_descriptor(x, padded, of_stage // groups),
-        scales,
-        raw(weight.zeros, y),
-        raw(weight.minimums, y),
-        raw(weight.outer, y),
-        raw(weight.outer_minimums, y),
-        *table,
-        y if bias is None else bias,
+        *tensors,
         y,
         sums,
         arrived,
@@ -273,8 +253,7 @@ def _launch_ring(
         outputs,
         stages,
         part_stages,
-        grid,
-        1 if outer is None else outer.shape[1],
+        *grids,
         weight.block[0],
         weight.outer_block[0],
         shape=shape,
@@ -310,48 +289,27 @@ def _launch_few(
         size = num_tiles * parts * tile.tile_n * padded
         sums = maker.empty((size,), torch.float32)
         arrived = counters(maker, num_tiles)
-    kind, table = kind_and_table(weight, x.dtype)
     at_start, _ = tiles.ring_registers(tile, padded)
-    scales, grid = read_scales(weight, y, folds=folds)
-    is_whole = weight.zeros is not None and not weight.zeros.is_floating_point()
+    tensors, grids = tensors_of(weight, bias, y, x.dtype)
     shape = FewShape(
-        kind,
-        padded,
-        tile.tile_n,
-        4,
-        tiles.ring_stages(tile, padded, of_stage, blocks * LANES_BLOCK, part_stages),
-        parts,
-        blocks,
-        1 if folds else of_stage // summed,
-        steps_of(weight.block, channels, summed),
-        steps_of(weight.outer_block, channels, summed),
-        kind_of(weight.scales),
-        weight.outer is not None,
-        weight.zeros is not None,
-        is_whole and kind == INT4.value,
-        -1 if weight.minimums is None else kind_of(weight.minimums),
-        weight.outer_minimums is not None,
-        bias is not None,
-        early.mode("rows"),
-        folds=folds,
-        turned=weight.is_spread,
+        **facts_of(weight, bias, x.dtype, summed),
+        rows=padded,
+        tile_n=tile.tile_n,
+        num_warps=4,
+        stages=tiles.ring_stages(tile, padded, of_stage, blocks * LANES_BLOCK, part_stages),
+        parts=parts,
+        blocks=blocks,
+        groups=1 if folds else of_stage // summed,
     )
     x = maker.addressable(x)
     words = weight.codes.view(torch.int32)
-    outer = weight.outer_minimums if weight.outer is None else weight.outer
     options = {"launch_pdl": True} if shape.early else {}
     maker.launch(
         quantised_few_kernel,
         num_tiles * parts,
         matrix_descriptor(words, tile.tile_n, blocks * LANES_BLOCK // 4),
         chunk_descriptor(x, of_stage // CHUNK.value, padded, CHUNK.value),
-        scales,
-        raw(weight.zeros, y),
-        raw(weight.minimums, y),
-        raw(weight.outer, y),
-        raw(weight.outer_minimums, y),
-        *table,
-        y if bias is None else bias,
+        *tensors,
         y,
         sums,
         arrived,
@@ -360,8 +318,7 @@ def _launch_few(
         outputs,
         stages,
         part_stages,
-        grid,
-        1 if outer is None else outer.shape[1],
+        *grids,
         weight.block[0],
         weight.outer_block[0],
         shape=shape,
@@ -381,72 +338,49 @@ def _launch_stream(
 ) -> None:
     """Add to the plan the launch that computes y (T, N) of up to 16 rows by mma.sync, from codes in
     the order of lanes that stream past rows of x."""
-    outputs, channels = weight.shape
+    outputs = weight.shape[0]
     rows = len(x)
     summed = min(LANES_BLOCK * 8 // weight.bits, weight.block[1])  # channels of a sum
     folds = folds_scales(weight, x.dtype)
     padded = 8 if rows <= 8 else 16
     in_row = weight.codes.shape[1] // LANES_BLOCK
-    blocks = tile.blocks if in_row % tile.blocks == 0 else 1
-    if not folds and blocks * LANES_BLOCK * 8 // weight.bits // summed > 4:
-        blocks = 1
+    fits_two = in_row % 2 == 0 if folds else fits_two_blocks(weight, summed)
+    blocks = tile.blocks if fits_two else 1
     of_pass = tile.warps * blocks
     passes = -(-in_row // of_pass)
     num_tiles = -(-outputs // TILE.value)
     ctas = min(num_tiles, tiles.SMS * tile.ctas)
     per_cta = -(-num_tiles // ctas)
     of_stage = blocks * LANES_BLOCK * 8 // weight.bits
-    kind, table = kind_and_table(weight, x.dtype)
-    scales, grid = read_scales(weight, y, folds=folds)
-    is_whole = weight.zeros is not None and not weight.zeros.is_floating_point()
+    tensors, grids = tensors_of(weight, bias, y, x.dtype)
     shape = StreamShape(
-        kind,
-        padded,
-        tile.warps,
-        blocks,
-        tiles.stream_stages(tile, blocks, padded, of_stage, per_cta, passes),
-        per_cta if passes > 1 else 0,
-        1 if folds else of_stage // summed,
-        steps_of(weight.block, channels, summed),
-        steps_of(weight.outer_block, channels, summed),
-        kind_of(weight.scales),
-        weight.outer is not None,
-        weight.zeros is not None,
-        is_whole and kind == INT4.value,
-        -1 if weight.minimums is None else kind_of(weight.minimums),
-        weight.outer_minimums is not None,
-        bias is not None,
-        weight.block[0],
-        weight.outer_block[0],
-        outputs % TILE.value == 0 and in_row % of_pass == 0,
-        early.mode("rows"),
-        folds=folds,
-        turned=weight.is_spread,
+        **facts_of(weight, bias, x.dtype, summed),
+        rows=padded,
+        num_warps=tile.warps,
+        blocks=blocks,
+        stages=tiles.stream_stages(tile, blocks, padded, of_stage, per_cta, passes),
+        tiles=per_cta if passes > 1 else 0,
+        groups=1 if folds else of_stage // summed,
+        block_rows=weight.block[0],
+        outer_rows=weight.outer_block[0],
+        is_whole=outputs % TILE.value == 0 and in_row % of_pass == 0,
     )
     x = maker.addressable(x)
     words = weight.codes.view(torch.int32)
-    outer = weight.outer_minimums if weight.outer is None else weight.outer
     options = {"launch_pdl": True} if shape.early else {}
     maker.launch(
         quantised_stream_kernel,
         ctas,
         words,
         chunk_descriptor(x, tile.warps * of_stage // CHUNK.value, padded, CHUNK.value),
-        scales,
-        raw(weight.zeros, y),
-        raw(weight.minimums, y),
-        raw(weight.outer, y),
-        raw(weight.outer_minimums, y),
-        *table,
-        y if bias is None else bias,
+        *tensors,
         y,
         MAGIC_WORDS["bf16" if x.dtype == torch.bfloat16 else "fp16"],
         rows,
         outputs,
         passes,
         words.shape[1],
-        grid,
-        1 if outer is None else outer.shape[1],
+        *grids,
         shape=shape,
         num_warps=tile.warps,
         maxnreg=min(65536 // (32 * tile.warps * tile.ctas) // 8 * 8, 248),
@@ -460,13 +394,56 @@ def folds_scales(weight: QuantisedWeight, dtype: torch.dtype) -> bool:
     return weight.in_lanes and weight.is_spread and dtype == torch.bfloat16
 
 
-def read_scales(weight: QuantisedWeight, y: Tensor, *, folds: bool) -> tuple[Tensor, int]:
-    """Return a weight's scales as kernels read them (int32 words if they are folded), and the
-    number of columns."""
+def facts_of(
+    weight: QuantisedWeight, bias: Tensor | None, dtype: torch.dtype, summed: int
+) -> dict[str, Any]:
+    """Return the fields of a kernel's Shape that follow from a weight in the order of lanes.
+
+    Args:
+        dtype: the dtype of x.
+        summed: the channels of a sum that is scaled.
+    """
+    kind, _ = kind_and_table(weight, dtype)
+    is_whole = weight.zeros is not None and not weight.zeros.is_floating_point()
+    channels = weight.shape[1]
+    return {
+        "kind": kind,
+        "shared": steps_of(weight.block, channels, summed),
+        "outer_shared": steps_of(weight.outer_block, channels, summed),
+        "scale_kind": kind_of(weight.scales),
+        "has_outer": weight.outer is not None,
+        "has_zeros": weight.zeros is not None,
+        "subtracts": is_whole and kind == INT4.value,
+        "minimum_kind": -1 if weight.minimums is None else kind_of(weight.minimums),
+        "has_outer_minimums": weight.outer_minimums is not None,
+        "has_bias": bias is not None,
+        "early": early.mode("rows"),
+        "folds": folds_scales(weight, dtype),
+        "turned": weight.is_spread,
+    }
+
+
+def tensors_of(
+    weight: QuantisedWeight, bias: Tensor | None, y: Tensor, dtype: torch.dtype
+) -> tuple[tuple[Tensor | int, ...], tuple[int, int]]:
+    """Return the arguments of a kernel over codes in the order of lanes, for x of `dtype`: scales
+    (int32 words if they are folded), zeros, minimums, outer, outer_minimums, the words of the table
+    and the bias, y for those that are not there; and the columns of scales and of outer."""
+    _, table = kind_and_table(weight, dtype)
     scales = raw(weight.scales, y)
-    if folds:
+    if folds_scales(weight, dtype):
         scales = scales.view(torch.int32)
-    return scales, scales.shape[1]
+    others = (weight.zeros, weight.minimums, weight.outer, weight.outer_minimums)
+    outer = weight.outer_minimums if weight.outer is None else weight.outer
+    tensors = (scales, *(raw(t, y) for t in others), *table, y if bias is None else bias)
+    return tensors, (scales.shape[1], 1 if outer is None else outer.shape[1])
+
+
+def fits_two_blocks(weight: QuantisedWeight, summed: int) -> bool:
+    """Return whether a stage may have two blocks of lanes: K is a multiple of both, and they have
+    at most four sums of `summed` channels."""
+    both = 2 * LANES_BLOCK * 8 // weight.bits
+    return weight.shape[1] % both == 0 and both // summed <= 4
 
 
 def _blocks(weight: QuantisedWeight, rows: int, summed: int, *, folds: bool) -> int:
@@ -474,8 +451,7 @@ def _blocks(weight: QuantisedWeight, rows: int, summed: int, *, folds: bool) -> 
     else one."""
     if folds:
         return 2 if rows <= 16 else 1
-    both = 2 * LANES_BLOCK * 8 // weight.bits
-    return 2 if rows <= 32 and weight.shape[1] % both == 0 and both // summed <= 4 else 1
+    return 2 if rows <= 32 and fits_two_blocks(weight, summed) else 1
 
 
 def why_no_lanes(spec: QuantisedLinearSpec) -> str | None:

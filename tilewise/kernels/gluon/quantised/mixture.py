@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tilewise.kernels import device, early
+from tilewise.kernels import device
 from tilewise.kernels.gluon.quantised.experts import (
     ACTIVATIONS,
     SORTED,
@@ -16,16 +16,15 @@ from tilewise.kernels.gluon.quantised.experts import (
 )
 from tilewise.kernels.gluon.quantised.few import CHUNK
 from tilewise.kernels.gluon.quantised.linear import (
+    facts_of,
+    fits_two_blocks,
     folds_scales,
-    kind_and_table,
-    read_scales,
-    steps_of,
+    tensors_of,
     why_no_lanes,
 )
 from tilewise.kernels.gluon.quantised.operands import (
     ALTERNATING,
     HALVES,
-    INT4,
     MAGIC_WORDS,
     SINGLE,
 )
@@ -36,7 +35,6 @@ from tilewise.kernels.quantised_weight import LANES_BLOCK, QuantisedWeight
 from tilewise.kernels.spec import QuantisedExpertsSpec
 from tilewise.kernels.tiles.experts import NarrowTile, most_row_tiles, narrow_stages, narrow_tile
 from tilewise.kernels.triton.experts.launch import combine, gather, placed
-from tilewise.kernels.triton.quantised.linear import kind_of, raw
 
 __all__ = ["launch", "why_not"]
 
@@ -213,20 +211,18 @@ def _product(
     """
     table, chosen, place, row = lists
     outputs, channels = weight.shape[0] // num_experts, weight.shape[1]
-    kind, values = kind_and_table(weight, x.dtype)
     folds = folds_scales(weight, x.dtype)
     of_block = LANES_BLOCK * 8 // weight.bits
     summed = min(of_block, weight.block[1])  # channels of a sum
-    blocks = _blocks(channels, of_block, summed, tile.rows, folds=folds)
+    blocks = _blocks(weight, summed, tile.rows, folds=folds)
     of_stage = blocks * of_block
     stages = -(-channels // of_stage)
     part_stages = -(-stages // parts)
     groups = 1 if folds else of_stage // summed
     is_few = tile.is_few
     registers, at_start = tile.registers
-    is_whole = weight.zeros is not None and not weight.zeros.is_floating_point()
     shape = Shape(
-        kind=kind,
+        **facts_of(weight, bias, x.dtype, summed),
         rows=tile.rows,
         few=is_few,
         warpgroups=tile.warpgroups,
@@ -237,19 +233,7 @@ def _product(
         parts=parts,
         blocks=blocks,
         groups=groups,
-        shared=steps_of(weight.block, channels, summed),
-        outer_shared=steps_of(weight.outer_block, channels, summed),
-        scale_kind=kind_of(weight.scales),
-        has_outer=weight.outer is not None,
-        has_zeros=weight.zeros is not None,
-        subtracts=is_whole and kind == INT4.value,
-        minimum_kind=-1 if weight.minimums is None else kind_of(weight.minimums),
-        has_outer_minimums=weight.outer_minimums is not None,
-        has_bias=bias is not None,
-        early=early.mode("rows"),
         pairs=pairs,
-        folds=folds,
-        turned=weight.is_spread,
         source=source_rows,
         activation=ACTIVATIONS.index(activation),
         weighed=weighed,
@@ -262,8 +246,7 @@ def _product(
         read = chunk_descriptor(x, of_stage // CHUNK.value, tile.rows, CHUNK.value)
     else:
         read = matrix_descriptor(x, tile.rows, of_stage // groups)
-    scales, grid = read_scales(weight, y, folds=folds)
-    outer = weight.outer_minimums if weight.outer is None else weight.outer
+    tensors, grids = tensors_of(weight, bias, y, x.dtype)
     most = row_tiles * columns * parts
     options = {"launch_pdl": True} if shape.early else {}
     maker.launch(
@@ -271,13 +254,7 @@ def _product(
         min(most, device.sm_count_of(maker.device) * tile.ctas),
         matrix_descriptor(words, high, blocks * LANES_BLOCK // 4),
         read,
-        scales,
-        raw(weight.zeros, y),
-        raw(weight.minimums, y),
-        raw(weight.outer, y),
-        raw(weight.outer_minimums, y),
-        *values,
-        y if bias is None else bias,
+        *tensors,
         weights,
         table,
         chosen,
@@ -293,8 +270,7 @@ def _product(
         y.shape[-2],
         stages,
         part_stages,
-        grid,
-        1 if outer is None else outer.shape[1],
+        *grids,
         weight.block[0],
         weight.outer_block[0],
         limit,
@@ -306,11 +282,9 @@ def _product(
     )
 
 
-def _blocks(channels: int, of_block: int, summed: int, rows: int, *, folds: bool) -> int:
+def _blocks(weight: QuantisedWeight, summed: int, rows: int, *, folds: bool) -> int:
     """Return the blocks of lanes in a stage, for tiles of `rows` rows: two if rows are at most 16
     and a stage has at most four sums, else one."""
     if rows > 16:  # of WGMMA's operands no more fit the registers
         return 1
-    if folds:
-        return 2
-    return 2 if channels % (2 * of_block) == 0 and 2 * of_block // summed <= 4 else 1
+    return 2 if folds or fits_two_blocks(weight, summed) else 1

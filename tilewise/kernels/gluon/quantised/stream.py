@@ -25,6 +25,7 @@ from tilewise.kernels import early
 from tilewise.kernels.gluon.device.barriers import barriers
 from tilewise.kernels.gluon.device.compat import partition_barrier, tma_load
 from tilewise.kernels.gluon.device.early import await_previous, begin_next
+from tilewise.kernels.gluon.quantised.few import CHUNK, groups_of
 from tilewise.kernels.gluon.quantised.operands import (
     BLOCK_WORDS,
     FOLDED,
@@ -34,7 +35,7 @@ from tilewise.kernels.gluon.quantised.operands import (
     lanes_registers,
     sum_layout,
 )
-from tilewise.kernels.gluon.quantised.ring import columns, words_of
+from tilewise.kernels.gluon.quantised.ring import channels_of, columns, words_of
 from tilewise.kernels.gluon.quantised.scales import (
     bases_layout,
     bases_of,
@@ -46,7 +47,6 @@ from tilewise.kernels.gluon.quantised.scales import (
 
 _FIRST = gl.constexpr(early.FIRST)
 TILE = gl.constexpr(16)  # outputs
-CHUNK = gl.constexpr(64)  # channels of x that lie together: 128 bytes
 _BLOCK = gl.constexpr(256)  # words of a block of 64 bytes of each output of a tile
 
 
@@ -96,12 +96,6 @@ def _words_layout(shape):
     lanes = [[4], [8], [16], [32], [64]]
     warps = [[each] for each in _doublings(size, size * shape.num_warps)]
     return gl.DistributedLinearLayout(registers, lanes, warps, [], [size * shape.num_warps])
-
-
-@gluon.constexpr_function
-def _channels_of(shape):
-    """Return the number of channels that a warp has in a pass."""
-    return shape.blocks * BLOCK_WORDS.value * 32 // bits_of(shape.kind)
 
 
 @gluon.constexpr_function
@@ -174,50 +168,28 @@ def _copy(place, ring, step, steps, shape: gl.constexpr):
 def _bring(x, memory, arrival, passed, shape: gl.constexpr):
     """Start to copy the rows of x of a pass, zeros behind the last row and channel."""
     mbarrier.expect(arrival.index(0), x.block_type.nbytes)
-    CHUNKS: gl.constexpr = _channels_of(shape) * shape.num_warps // CHUNK
+    CHUNKS: gl.constexpr = channels_of(shape) * shape.num_warps // CHUNK
     tma_load(x, [passed * CHUNKS, 0, 0], arrival.index(0), memory)
 
 
 @gluon.jit
 def _inputs(memory, arrival, passed, shape: gl.constexpr):
-    """Wait for the rows of x of a pass, and return the warps' parts of them (num_warps, rows,
-    channels)."""
+    """Wait for the rows of x of a pass, and return the warps' parts of them, (num_warps * rows,
+    channels) of each group, as a tuple."""
     mbarrier.wait(arrival.index(0), passed & 1)
     W: gl.constexpr = shape.num_warps
-    S: gl.constexpr = _channels_of(shape)
+    S: gl.constexpr = channels_of(shape)
     x = memory.load(_inputs_layout(shape)).reshape([W, S // CHUNK, shape.rows, CHUNK])
-    return x.permute((0, 2, 1, 3)).reshape([W, shape.rows, S])
+    return groups_of(x.permute((0, 2, 1, 3)).reshape([W * shape.rows, S]), shape.groups)
 
 
 @gluon.jit
-def _split(x):
-    """Return x (warps, rows, channels) as its first and its second half of channels."""
-    W: gl.constexpr = x.shape[0]
-    ROWS: gl.constexpr = x.shape[1]
-    HALF: gl.constexpr = x.shape[2] // 2
-    return gl.split(x.reshape([W, ROWS, 2, HALF]).permute((0, 1, 3, 2)))
-
-
-@gluon.jit
-def _right(x):
-    OPERAND: gl.constexpr = gl.DotOperandLayout(1, sum_layout(x.shape[0], 1), 2)
-    return gl.convert_layout(x.permute((0, 2, 1)), OPERAND, assert_trivial=True)
-
-
-@gluon.jit
-def _rights(x, GROUPS: gl.constexpr):
-    """Return a tuple of right operands (warps, channels, rows), one for each of the GROUPS equal
-    parts of the channels of x (warps, rows, channels)."""
-    if GROUPS == 1:
-        return (_right(x),)
-    elif GROUPS == 2:
-        low, high = _split(x)
-        return (_right(low), _right(high))
-    else:
-        low, high = _split(x)
-        first, second = _split(low)
-        third, fourth = _split(high)
-        return (_right(first), _right(second), _right(third), _right(fourth))
+def _right(x, shape: gl.constexpr):
+    """Return x (warps * rows, channels) of a group as a right operand (warps, channels, rows)."""
+    W: gl.constexpr = shape.num_warps
+    OPERAND: gl.constexpr = gl.DotOperandLayout(1, sum_layout(W, 1), 2)
+    x = x.reshape([W, shape.rows, x.shape[1]]).permute((0, 2, 1))
+    return gl.convert_layout(x, OPERAND, assert_trivial=True)
 
 
 @gluon.jit
@@ -239,13 +211,13 @@ def _of_outputs(numbers, W: gl.constexpr):
 
 
 @gluon.jit
-def _row_sums(rights, shape: gl.constexpr, DTYPE: gl.constexpr):
+def _row_sums(parts, shape: gl.constexpr, DTYPE: gl.constexpr):
     """Return the sums of rows of x over the channels of each group, as sums (warps, 16, rows) all
     of whose outputs are equal; zeros where no offset needs them."""
     W: gl.constexpr = shape.num_warps
     MMA: gl.constexpr = sum_layout(W, 1)
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    S: gl.constexpr = _channels_of(shape) // shape.groups
+    S: gl.constexpr = channels_of(shape) // shape.groups
     size: gl.constexpr = [W, TILE, shape.rows]
     nothing = gl.zeros(size, gl.float32, MMA)
     first = nothing
@@ -255,17 +227,17 @@ def _row_sums(rights, shape: gl.constexpr, DTYPE: gl.constexpr):
     if has_offset(shape):
         left: gl.constexpr = [W, TILE, S]
         ones = gl.full(left, 1.0, DTYPE, LEFT)
-        first = mma_v2(ones, rights[0], nothing)
+        first = mma_v2(ones, _right(parts[0], shape), nothing)
         if shape.groups > 1:
-            second = mma_v2(ones, rights[1], nothing)
+            second = mma_v2(ones, _right(parts[1], shape), nothing)
         if shape.groups > 2:
-            third = mma_v2(ones, rights[2], nothing)
-            fourth = mma_v2(ones, rights[3], nothing)
+            third = mma_v2(ones, _right(parts[2], shape), nothing)
+            fourth = mma_v2(ones, _right(parts[3], shape), nothing)
     return first, second, third, fourth
 
 
 @gluon.jit
-def _product(flat, raw, rights, row_sums, constants, shape: gl.constexpr, DTYPE: gl.constexpr):
+def _product(flat, raw, parts, row_sums, constants, shape: gl.constexpr, DTYPE: gl.constexpr):
     """Return the warps' sums (warps, 16, rows) of a tile in a pass, times scales and less offsets.
 
     flat: the words of the step, in `_words_layout`; raw: what `stage_scales` has loaded for it.
@@ -277,13 +249,13 @@ def _product(flat, raw, rights, row_sums, constants, shape: gl.constexpr, DTYPE:
         size: gl.constexpr = [W, TILE, shape.rows]
         nothing = gl.zeros(size, gl.float32, sum_layout(W, 1))
         left = _left(folded_registers(words, raw[0]), shape, DTYPE)
-        return mma_v2(left, rights[0], nothing) * FOLDED
+        return mma_v2(left, _right(parts[0], shape), nothing) * FOLDED
     else:
-        return _grouped(words, raw, rights, row_sums, constants, shape, DTYPE)
+        return _grouped(words, raw, parts, row_sums, constants, shape, DTYPE)
 
 
 @gluon.jit
-def _grouped(words, raw, rights, row_sums, constants, shape: gl.constexpr, DTYPE: gl.constexpr):
+def _grouped(words, raw, parts, row_sums, constants, shape: gl.constexpr, DTYPE: gl.constexpr):
     """Return `_product` of words (warps * 16, 4, n) whose groups of channels have their own scales
     and offsets."""
     W: gl.constexpr = shape.num_warps
@@ -300,7 +272,7 @@ def _grouped(words, raw, rights, row_sums, constants, shape: gl.constexpr, DTYPE
     zeros = columns(negated_zeros(raw, shape, DTYPE), GROUPS, LINES)
     for group in gl.static_range(GROUPS):
         registers = lanes_registers(pieces[group], zeros[group], constants, shape.kind, DTYPE)
-        part = mma_v2(_left(registers, shape, DTYPE), rights[group], nothing)
+        part = mma_v2(_left(registers, shape, DTYPE), _right(parts[group], shape), nothing)
         acc = acc + part * _of_outputs(scales[group], W)
         if has_offset(shape):
             acc = acc - row_sums[group] * _of_outputs(offsets[group], W)
@@ -378,7 +350,7 @@ def quantised_stream_kernel(
     flat_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     ring = gl.allocate_shared_memory(gl.int32, [shape.stages, WORDS], flat_layout)
     partial = gl.allocate_shared_memory(gl.float32, [W, SUMS], _partial_memory(shape))
-    CHUNKS: gl.constexpr = _channels_of(shape) * W // CHUNK
+    CHUNKS: gl.constexpr = channels_of(shape) * W // CHUNK
     inputs = gl.allocate_shared_memory(x.dtype, [CHUNKS, shape.rows, CHUNK], x.layout)
     arrival = barriers(1, 1)
     fence_async_shared()
@@ -420,8 +392,8 @@ def quantised_stream_kernel(
         totals = partial  # never touched
     step = 0
     for passed in range(passes):
-        rights = _rights(_inputs(inputs, arrival, passed, shape), shape.groups)
-        row_sums = _row_sums(rights, shape, DTYPE)
+        parts = _inputs(inputs, arrival, passed, shape)
+        row_sums = _row_sums(parts, shape, DTYPE)
         if shape.tiles > 0:
             fence_async_shared()
             partition_barrier()  # all warps have their parts of x
@@ -430,7 +402,7 @@ def quantised_stream_kernel(
         for number in range(count):
             async_copy.wait_group(STAGES - 1)
             flat = ring.index(step % STAGES).load(CODES)
-            acc = _product(flat, raw, rights, row_sums, constants, shape, DTYPE)
+            acc = _product(flat, raw, parts, row_sums, constants, shape, DTYPE)
             raw = ahead
             ahead = _scales_of(scaling, step + 2, first, count, steps, shape)
             partial.store(acc.reshape([W, SUMS]))
