@@ -494,6 +494,9 @@ def measure(name: str, options: argparse.Namespace, peak: Ceilings) -> dict[str,
                     "share": round(flops / peak.matmul_flops * rate / options.prefill, 3),
                 }
                 print(name, "prefill", found["prefill"], flush=True)
+                if options.trace:
+                    timeline = traced_run(lambda: prefill_rate(llm, options.prefill, 0))
+                    found["prefill"] |= time_by_kernel(timeline)
     return found
 
 

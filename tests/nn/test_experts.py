@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tilewise import ops
+from tilewise.nn import experts
 from tilewise.nn.experts import Experts, ExpertsConfig
 from tilewise.nn.layers import fuse_on_cpu
 from tilewise.nn.packed import pack_linears
@@ -271,6 +272,82 @@ def test_the_ops_of_inference_add_the_block_of_all_tokens(family, place, monkeyp
             assert torch.equal(learning, mine._in_one(x, logits, shared))
         learning.sum().backward()
         assert mine.shared.down_proj.weight.grad.any()
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def place(request, monkeypatch):
+    """The device; on a CPU the oracles of both ops stand for a GPU's kernels."""
+    if request.param == "cpu":
+        monkeypatch.setattr(experts, "FUSED_ON", ("cpu",))
+        for name in ("choose_experts", "expert_mlp"):
+            op = functools.partial(getattr(ops, name), backend="reference")
+            monkeypatch.setattr(ops, name, op)
+    return request.param
+
+
+LIKE_AN_EXPERT = {
+    "with a gate": {"shared_is_gated": True},
+    "sigmoids and groups": {name: OURS_V3[name] for name in OURS_V3 if name != "shared_size"},
+}
+OTHER_BLOCKS = {
+    "larger": {"shared_size": 2 * INNER},
+    "weighed inputs": {"weighs_input": True},
+    "interleaved": {"is_interleaved": True},
+    "of another router's rows": {"shared_is_gated": True, "router_norm_eps": 1e-6},
+    "with biases": {"shared_bias": True},
+}
+
+
+def drawn(options, place):
+    """A mixture with random weights whose shared block has the size of an expert."""
+    torch.manual_seed(0)
+    given = {"shared_size": INNER, **options}
+    mine = Experts(E, ExpertsConfig(COUNT, 3, INNER, **given)).to(place)
+    with torch.no_grad():
+        for parameter in mine.parameters():
+            parameter.copy_(0.3 * torch.randn(parameter.shape))
+    return mine
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 16])
+@pytest.mark.parametrize("name", LIKE_AN_EXPERT)
+def test_few_tokens_have_the_shared_block_as_one_more_expert(name, tokens, place):
+    mine = drawn(LIKE_AN_EXPERT[name], place)
+    x = torch.randn(17, E, generator=torch.Generator().manual_seed(1)).to(place)
+    before = {name: value.clone() for name, value in mine.state_dict().items()}
+    with torch.no_grad():
+        assert mine._few(x[:tokens], x[:tokens]) is None
+        expected = mine(x[:tokens])
+        mine.place_on_gpu()
+        assert {*before} == {*mine.state_dict()}
+        assert all(torch.equal(value, before[name]) for name, value in mine.state_dict().items())
+        rows = x[:tokens]
+        y = mine._few(rows, rows)
+        torch.testing.assert_close(y, expected, rtol=1e-4, atol=1e-4)
+        assert torch.equal(y, mine(rows))
+        # New weights are written in place, as `update_weights` does.
+        for parameter in mine.parameters():
+            parameter.mul_(0.5)
+        changed = mine(rows)
+        assert not torch.allclose(changed, y, rtol=0.1)
+        again = drawn(LIKE_AN_EXPERT[name], place)
+        again.load_state_dict(mine.state_dict())
+        torch.testing.assert_close(changed, again(rows), rtol=1e-4, atol=1e-4)
+        assert mine._few(x, x) is None
+    assert mine._few(rows.clone().requires_grad_(), rows) is None
+    mine(rows).sum().backward()
+    assert mine.shared.down_proj.weight.grad.any()
+
+
+@pytest.mark.parametrize("name", OTHER_BLOCKS)
+def test_a_block_that_is_not_like_an_expert_stays_where_it_is(name, place):
+    mine = drawn(OTHER_BLOCKS[name], place)
+    pointers = [parameter.data_ptr() for parameter in mine.parameters()]
+    mine.place_on_gpu()
+    assert pointers == [parameter.data_ptr() for parameter in mine.parameters()]
+    x = torch.randn(3, E).to(place)
+    with torch.no_grad():
+        assert mine._few(x, x) is None
 
 
 def test_settings_that_cannot_be_are_refused():

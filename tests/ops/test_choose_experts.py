@@ -57,6 +57,26 @@ def test_choices_are_the_oracles(name, backend, place):
 
 
 @on_triton
+@pytest.mark.parametrize("name", ["sigmoid_with_groups", "softmax_of_all", "experts_with_factors"])
+def test_a_block_that_all_tokens_share_is_the_last_choice(name, backend, place):
+    logits, given = problem(name, torch.float32, place)
+    (tokens, experts), active = logits.shape, given["num_active"]
+    chosen, weights = ops.choose_experts(logits, **given, backend=backend)
+    gate = torch.linspace(-4, 4, tokens).to(place)
+    for shared_weight, expected in (("one", torch.ones_like(gate)), ("sigmoid", gate.sigmoid())):
+        own = [logits] if shared_weight == "one" else [logits, gate[:, None]]
+        for name in (backend, "reference"):
+            found = ops.choose_experts(
+                torch.cat(own, 1), **given, shared_weight=shared_weight, backend=name
+            )
+            assert found[0].shape == found[1].shape == (tokens, active + 1)
+            assert torch.equal(found[0][:, :active], chosen)
+            assert (found[0][:, active] == experts).all()
+            torch.testing.assert_close(found[1][:, :active], weights, rtol=2e-6, atol=1e-7)
+            torch.testing.assert_close(found[1][:, active], expected)
+
+
+@on_triton
 def test_logits_of_16_bits_and_rows_that_lie_apart(backend, place):
     logits, given = problem("sigmoid_with_groups", torch.bfloat16, place, 6)
     every = ops.choose_experts(logits, **given, backend=backend)
@@ -129,6 +149,8 @@ REFUSED = {
                                "correction_bias must have shape"),
     "factors of others": ({"expert_scale": torch.ones(11)}, ValueError,
                           "expert_scale must have shape"),
+    "a block of another weight": ({"shared_weight": "two"}, ValueError,
+                                  "shared_weight must be one of none, one, sigmoid, got 'two'"),
     "factors of integers": ({"expert_scale": torch.ones(12).int()}, TypeError,
                             "expert_scale must be one of float16"),
 }  # fmt: skip
@@ -148,7 +170,7 @@ def test_there_is_no_kernel_for_cpus(monkeypatch):
 
 
 def test_opcheck():
-    options = (2, "sigmoid", True, 0.0, 1.0, 2, 1, 2, 0.01, "reference")
+    options = (2, "sigmoid", True, 0.0, 1.0, 2, 1, 2, 0.01, "one", "reference")
     torch.library.opcheck(
         torch.ops.tilewise.choose_experts.default,
         (torch.randn(3, 8), torch.zeros(8), torch.ones(8), *options),

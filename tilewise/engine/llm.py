@@ -1077,6 +1077,8 @@ class LLM:
             elif self._live is None and self._device.type == "cuda":
                 assert isinstance(self.model, Decoder)
                 move(self.model, self._device)
+                if isinstance(make, EngineMaker) and not make.config.batch_invariant:
+                    self.model.place_on_gpu()  # weights that lay one behind another do so again
             self.loop.replace(make, version)
             self._make_engine, self._store, self._sleep_level = make, self.engine.store, 0
 

@@ -12,12 +12,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tilewise import ops
-from tilewise.nn.layers import ACTIVATIONS, MLP, GatedMLP, RMSNorm, activate, name_of, project
+from tilewise.nn.layers import (
+    ACTIVATIONS,
+    FUSED_ON,
+    MLP,
+    GatedMLP,
+    RMSNorm,
+    activate,
+    multiply,
+    name_of,
+    project,
+)
 from tilewise.nn.packed import PackedLinear, can_pack
 from tilewise.nn.quantised import QuantisedLinear
 from tilewise.nn.valued import valued
 from tilewise.ops import QuantisedWeight, cpu_step, panels
-from tilewise.ops.choose_experts import Scores, check_choice
+from tilewise.ops.choose_experts import (
+    MOST_ACTIVE,
+    MOST_EXPERTS,
+    Scores,
+    SharedWeight,
+    check_choice,
+)
 from tilewise.ops.expert_mlp import ExpertActivation
 from tilewise.ops.mxfp4 import GROUP, mxfp4_rows, unpack_mxfp4
 
@@ -122,6 +138,10 @@ class ExpertsConfig:
 
 
 _CLAMPED = "clamped"
+# The most tokens for which the shared block is one more expert: kernels do not sort their choices.
+# A step of 8 layers of Qwen3.5-35B-A3B takes 0.787 ms in place of 0.845 at 1 row, and 1.975 in
+# place of 2.038 at 16 (H200, 2026-11-30, lab/results/shared_expert_h200.json).
+_FEW_TOKENS = 16
 # Hugging Face's names of the activations that `ops.expert_mlp` computes, and its own.
 ACTIVATION_OF: dict[str, ExpertActivation] = {
     "silu": "silu",
@@ -149,15 +169,30 @@ class _Shared(NamedTuple):
     gate: Tensor | None
 
 
+class _WithShared(NamedTuple):
+    """Weights whose expert N is the block that all tokens use.
+
+    Attributes:
+        up: (N + 1, 2 I, E).
+        down: (N + 1, E, I).
+        router: (N + 1, E), whose last row is the gate's; None for a block without gates.
+    """
+
+    up: Tensor
+    down: Tensor
+    router: Tensor | None = None
+
+
 class Experts(nn.Module):
     """y = sum over a token's experts e of weight[e] down[e](act(gate[e](x)) up[e](x)), and the
     block that all tokens use; see `ops.choose_experts` and `ops.expert_mlp`. Without gates an
     expert is down[e](act(up[e](x))), and so is that block.
 
-    In inference on a GPU these ops compute it, on a CPU the operations of a compiled step, once
-    `pack_for_inference` was called. Elsewhere rows are sorted by expert and each expert multiplies
-    its rows at once by torch's products; the host then waits for the counts of rows. Gradients flow
-    through the experts' outputs and weights, not through the choice.
+    In inference on a GPU these ops compute it, the shared block of a few tokens as one more expert
+    where `place_on_gpu` found it to be like one. On a CPU the operations of a compiled step do,
+    once `pack_for_inference` was called. Elsewhere rows are sorted by expert and each expert
+    multiplies its rows at once by torch's products; the host then waits for the counts of rows.
+    Gradients flow through the experts' outputs and weights, not through the choice.
 
     Args:
         hidden_size: E; like the experts' intermediate size a multiple of 32 with MXFP4.
@@ -259,7 +294,11 @@ class Experts(nn.Module):
         Experts are chosen by `router_input`, of the shape of x, or by x if None.
         """
         tokens = rows = x.reshape(-1, x.shape[-1])
-        logits = self._logits(rows if router_input is None else router_input.reshape(rows.shape))
+        routed = rows if router_input is None else router_input.reshape(rows.shape)
+        few = self._few(rows, routed)
+        if few is not None:
+            return few.view(x.shape)
+        logits = self._logits(routed)
         if self.latent_proj is not None:
             rows = project(self.latent_proj, rows)
         shared = None if self.shared is None else self._shared(tokens)
@@ -276,9 +315,7 @@ class Experts(nn.Module):
         """
         if self.packed is not None:
             return self._added(cpu_step.mix(rows, logits, self.packed), shared)
-        learns = torch.is_grad_enabled() and (
-            rows.requires_grad or any(p.requires_grad for p in self.parameters())
-        )
+        learns = self._learns(rows)
         if rows.is_cuda and rows.dtype != torch.float64 and not learns:
             return self._in_one(rows, logits, shared)
         y = self._added(self._by_expert(rows, *self._choose(logits)), shared)
@@ -290,6 +327,86 @@ class Experts(nn.Module):
                     value = self._added(cpu_step.mix(rows, logits, self._packed()), shared)
             y = valued(y, value)
         return y
+
+    def _learns(self, rows: Tensor) -> bool:
+        """Return whether autograd follows a pass of these rows."""
+        return torch.is_grad_enabled() and (
+            rows.requires_grad or any(p.requires_grad for p in self.parameters())
+        )
+
+    def _few(self, rows: Tensor, routed: Tensor) -> Tensor | None:
+        """Return the output (T, E) of a few tokens in inference on a GPU, for which the shared
+        block is expert N; None if it cannot be, see `_with_shared`.
+
+        Args:
+            rows: (T, E), the tokens.
+            routed: (T, E), the input of the router.
+        """
+        if rows.device.type not in FUSED_ON or not 0 < len(rows) <= _FEW_TOKENS:
+            return None
+        if self.packed is not None or self.is_invariant or self.has_inference_bits:
+            return None
+        if torch.is_autocast_enabled() or torch.compiler.is_compiling():
+            return None
+        whole = None if self._learns(rows) else self._with_shared()
+        is_gated = self.shared_gate is not None
+        if whole is None or whole.up.dtype != rows.dtype or (is_gated and routed is not rows):
+            return None
+        if whole.router is None:
+            choice = self._chosen(self._logits(routed), "one")
+        else:
+            choice = self._chosen(multiply(rows, whole.router), "sigmoid")
+        return self._multiplied(
+            rows,
+            *choice,
+            None,
+            functools.partial(
+                ops.expert_mlp,
+                up=whole.up,
+                down=whole.down,
+                up_scale=None,
+                down_scale=None,
+            ),
+        )
+
+    def _with_shared(self) -> _WithShared | None:
+        """Return the weights with the shared block as expert N, without a copy.
+
+        None if the block is no such expert or does not lie behind the others in memory.
+        """
+        found = []
+        for weight, last in self._beside_shared():
+            both = _with_last(weight, last)
+            if both is None:
+                return None
+            found.append(both)
+        return _WithShared(*found) if found else None
+
+    def _beside_shared(self) -> list[tuple[Tensor, Tensor]]:
+        """Return up, down and, for a block with a gate, the router's weight, each with the shared
+        block's weight of the same shape; nothing if the block is not like an expert."""
+        config, shared, gate = self.config, self.shared, self.shared_gate
+        has_biases = config.has_bias or config.shared_bias or config.router_bias
+        is_other = config.is_interleaved or config.weighs_input or not config.are_gated_tokens
+        is_full = config.num_experts >= MOST_EXPERTS or config.num_active >= MOST_ACTIVE
+        if type(shared) is not GatedMLP or has_biases or is_other or is_full:
+            return []
+        linears = [shared.gate_up_proj, shared.down_proj]
+        others: list[Tensor | QuantisedLinear] = [self.up, self.down]
+        if gate is not None:
+            if self.router_norm is not None or config.logit_scale != 1.0:
+                return []
+            linears += [gate, self.router]
+            others += [self.router.weight]
+        if shared.gate_scale != 1.0 or any(type(linear) is not nn.Linear for linear in linears):
+            return []
+        pairs = list(zip(others, [linear.weight for linear in linears[:3]], strict=True))
+        for weight, last in pairs:
+            if not isinstance(weight, Tensor) or weight.dtype != last.dtype:
+                return []
+            if weight[0].numel() != last.numel() or weight.shape[-1] != last.shape[-1]:
+                return []
+        return cast(list[tuple[Tensor, Tensor]], pairs)
 
     def pack_for_inference(self, *, is_int8: bool = False) -> None:
         """Replace the experts' weights and the router by the layout that this CPU reads fastest.
@@ -331,12 +448,17 @@ class Experts(nn.Module):
             setattr(self, name, QuantisedLinear([weight], None, dtype))
 
     def place_on_gpu(self) -> None:
-        """Replace MXFP4 weights, in place, by a copy in the order that kernels of this GPU read.
+        """Rearrange weights, in place, as kernels of a GPU read them.
 
-        Other weights, quantised ones that were rearranged already, and GPUs without such kernels
-        are left.
+        MXFP4 weights become a copy in the order of those kernels, if this GPU has them and they
+        were not rearranged before. The weights of a shared block that is like an expert are put
+        behind those of the experts, as of expert N. Others are left.
         """
         if not self.config.is_packed or isinstance(self.up, QuantisedLinear):
+            for weight, last in self._beside_shared():
+                if _with_last(weight, last) is None:
+                    both = torch.cat((weight.detach(), last.detach().view(1, *weight.shape[1:])))
+                    weight.data, last.data = both[:-1], both[-1].view(last.shape)
             return
         assert self.up_scale is not None
         assert self.down_scale is not None
@@ -453,8 +575,30 @@ class Experts(nn.Module):
 
         Nothing is differentiable.
         """
+        call: Callable[..., Tensor]
+        if isinstance(self.up, QuantisedLinear):
+            assert isinstance(self.down, QuantisedLinear)
+            call = functools.partial(
+                ops.quantised_expert_mlp,
+                up=self.up.parts[0],
+                down=self.down.parts[0],
+                inner_size=self.config.intermediate_size,
+            )
+        else:
+            assert isinstance(self.down, Tensor)
+            call = functools.partial(
+                ops.expert_mlp,
+                up=self.up,
+                down=self.down,
+                up_scale=self.up_scale,
+                down_scale=self.down_scale,
+            )
+        return self._multiplied(x, *self._chosen(logits, "none"), shared, call)
+
+    def _chosen(self, logits: Tensor, shared_weight: SharedWeight) -> tuple[Tensor, Tensor]:
+        """Return the chosen experts and their weights by `ops.choose_experts`."""
         config = self.config
-        chosen, weights = ops.choose_experts(
+        return ops.choose_experts(
             self._scaled(logits),
             config.num_active,
             scores=config.scores,
@@ -467,24 +611,20 @@ class Experts(nn.Module):
             num_active_groups=config.num_active_groups,
             best_in_group=config.best_in_group,
             jitter=config.jitter,
+            shared_weight=shared_weight,
         )
-        if isinstance(self.up, QuantisedLinear):
-            assert isinstance(self.down, QuantisedLinear)
-            call = functools.partial(
-                ops.quantised_expert_mlp,
-                up=self.up.parts[0],
-                down=self.down.parts[0],
-                inner_size=config.intermediate_size,
-            )
-        else:
-            assert isinstance(self.down, Tensor)
-            call = functools.partial(
-                ops.expert_mlp,
-                up=self.up,
-                down=self.down,
-                up_scale=self.up_scale,
-                down_scale=self.down_scale,
-            )
+
+    def _multiplied(
+        self,
+        x: Tensor,
+        chosen: Tensor,
+        weights: Tensor,
+        shared: _Shared | None,
+        call: Callable[..., Tensor],
+    ) -> Tensor:
+        """Return the weighted sum of the chosen experts, and `shared` if there is one, by an op
+        `call` that has its weights."""
+        config = self.config
         # Under autocast the block's rows may have another dtype.
         beside = [None if part is None else part.to(x.dtype) for part in shared or (None, None)]
         return call(
@@ -641,6 +781,18 @@ class Experts(nn.Module):
             return cast(Tensor, weight)
         held = self.router.weight if self.up_bias is None else self.up_bias
         return unpack_mxfp4(weight, scale[e], held.dtype)
+
+
+def _with_last(weight: Tensor, last: Tensor) -> Tensor | None:
+    """Return weight (N, ...) and `last`, of the size of one of the N, as one tensor (N + 1, ...).
+
+    It is a view: None if `last` does not lie behind `weight` in memory.
+    """
+    is_behind = last.data_ptr() == weight.data_ptr() + weight.nbytes
+    of_one = weight.untyped_storage().data_ptr() == last.untyped_storage().data_ptr()
+    if not (is_behind and of_one and weight.is_contiguous() and last.is_contiguous()):
+        return None
+    return weight.detach().as_strided((len(weight) + 1, *weight.shape[1:]), weight.stride())
 
 
 def _mixed(logits: Tensor, jitter: float) -> tuple[Tensor, Tensor]:

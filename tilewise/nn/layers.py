@@ -36,6 +36,7 @@ __all__ = [
     "UnitRMSNorm",
     "activate",
     "fuses",
+    "multiply",
     "name_of",
     "project",
     "project_in_parts",
@@ -156,14 +157,21 @@ def project(linear: nn.Module, x: Tensor, adapters: StepAdapters | None = None) 
 
 
 def _product(linear: nn.Module, x: Tensor) -> Tensor:
+    if type(linear) is nn.Linear:
+        return multiply(x, linear.weight, linear.bias)
+    y: Tensor = linear(x)
+    return y
+
+
+def multiply(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Return x (..., K) times weight (N, K) transposed, plus bias (N,): of a few rows by
+    `ops.linear` where that is faster than torch."""
     few = x.device.type in FUSED_ON and x.numel() <= ops.MOST_LINEAR_ROWS * x.shape[-1]
-    if few and type(linear) is nn.Linear and x.numel() > 0 and not torch.is_autocast_enabled():
-        weight, bias = linear.weight, linear.bias
+    if few and x.numel() > 0 and not torch.is_autocast_enabled():
         parameters = (weight,) if bias is None else (weight, bias)
         if fuses(x, *parameters) and linear_pays(weight):
             return ops.linear(x, weight, bias)
-    y: Tensor = linear(x)
-    return y
+    return F.linear(x, weight, bias)
 
 
 def project_in_parts(

@@ -13,9 +13,10 @@ from tilewise.ops import checks, dispatch
 from tilewise.ops.derivatives import refuse_gradient
 from tilewise.ops.step import register_step, step
 
-__all__ = ["MOST_ACTIVE", "MOST_EXPERTS", "MOST_GROUPS", "Scores", "choose_experts"]
+__all__ = ["MOST_ACTIVE", "MOST_EXPERTS", "MOST_GROUPS", "Scores", "SharedWeight", "choose_experts"]
 
 Scores = Literal["softmax", "sigmoid", "sparse_mixer"]
+SharedWeight = Literal["none", "one", "sigmoid"]
 MOST_EXPERTS, MOST_ACTIVE, MOST_GROUPS = 1024, 32, 32
 
 
@@ -33,6 +34,7 @@ def choose_experts(
     num_active_groups: int = 1,
     best_in_group: int = 1,
     jitter: float = 0.01,
+    shared_weight: SharedWeight = "none",
     backend: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Choose the `num_active` experts of each token, and their weights.
@@ -48,11 +50,15 @@ def choose_experts(
     among the others with m2 - x <= 2 jitter max(|x|, m2); `num_active` is 2. These are the weights
     of inference: training by this router draws its experts.
 
+    A block that all tokens use may stand behind the N experts as expert N: it is then the last
+    choice of each token, k + 1 in all, and its weight is 1 or the sigmoid of a logit of its own.
+
     A token with a logit that is NaN gets weights that are NaN, and valid experts. Nothing is
     differentiable.
 
     Args:
-        logits: (T, N), float32, float16 or bfloat16, last dim contiguous, N at most 1,024.
+        logits: (T, N), or (T, N + 1) if the last is that of the shared block; float32, float16 or
+            bfloat16, last dim contiguous, N at most 1,024.
         num_active: k, 1 ... N, at most 32.
         scores: "softmax", "sigmoid" or "sparse_mixer".
         normalised: True if the weights of a token sum to `scale`.
@@ -64,12 +70,14 @@ def choose_experts(
         num_active_groups: the number of groups among whose experts a token chooses.
         best_in_group: the number of largest scores, 1 or 2, whose sum is the score of a group.
         jitter: the relative distance of "sparse_mixer".
+        shared_weight: the weight of expert N: "none" if there is none, "one", or the "sigmoid" of
+            the last logit.
         backend: "triton" or "reference"; None chooses. There is no kernel for CPUs, where
             `nn.Experts` routes by torch's operations.
 
     Returns:
-        chosen: int32 (T, k).
-        weights: float32 (T, k).
+        chosen: int32 (T, k), or (T, k + 1) with a shared block.
+        weights: float32, of the same shape.
 
     Raises:
         ValueError, TypeError, UnsupportedError: an argument breaks a rule above, or the backend
@@ -94,6 +102,7 @@ def choose_experts(
         num_active_groups,
         best_in_group,
         float(jitter),
+        shared_weight,
         backend,
     )
     return found
@@ -112,12 +121,16 @@ def _check(
     num_active_groups: int,
     best_in_group: int,
     jitter: float,
+    shared_weight: str,
     backend: str | None,
 ) -> None:
     checks.check_float("logits", logits)
     checks.check_dims("logits", logits, "(T, N)")
     checks.check_last_dim_contiguous("logits", logits)
-    num_experts = logits.shape[1]
+    if shared_weight not in get_args(SharedWeight):
+        names = ", ".join(get_args(SharedWeight))
+        raise ValueError(f"shared_weight must be one of {names}, got {shared_weight!r}")
+    num_experts = logits.shape[1] - (shared_weight == "sigmoid")
     check_choice(
         num_experts,
         num_active,
@@ -205,9 +218,10 @@ def _fake(
     correction_bias: Tensor | None,
     expert_scale: Tensor | None,
     num_active: int,
-    *_: Any,
+    *options: Any,
 ) -> tuple[Tensor, Tensor]:
-    shape = (logits.shape[0], num_active)
+    *_, shared_weight, _ = options
+    shape = (logits.shape[0], num_active + (shared_weight != "none"))
     return (
         torch.empty(shape, dtype=torch.int32, device=logits.device),
         torch.empty(shape, dtype=torch.float32, device=logits.device),
@@ -217,7 +231,8 @@ def _fake(
 register_step(
     "choose_experts(Tensor logits, Tensor? correction_bias, Tensor? expert_scale, int num_active, "
     "str scores, bool normalised, float norm_eps, float scale, int num_groups, "
-    "int num_active_groups, int best_in_group, float jitter, str? backend) -> (Tensor, Tensor)",
+    "int num_active_groups, int best_in_group, float jitter, str shared_weight, str? backend) "
+    "-> (Tensor, Tensor)",
     _chosen,
     _fake,
 )

@@ -28,11 +28,15 @@ def launch(
     num_active_groups: int,
     best_in_group: int,
     jitter: float,
+    shared_weight: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the chosen experts and their weights, (T, k) each, computed in float64.
+    """Return the chosen experts and their weights, (T, k) or (T, k + 1) each, computed in float64.
 
     The arguments are those of `ops.choose_experts`, whose docstring has the rules.
     """
+    gates = torch.ones(len(logits), dtype=torch.float64)
+    if shared_weight == "sigmoid":
+        gates, logits = logits[:, -1].double().sigmoid(), logits[:, :-1]
     bias = [0.0] * logits.shape[1] if correction_bias is None else correction_bias.tolist()
     factors = [1.0] * logits.shape[1] if expert_scale is None else expert_scale.tolist()
     experts, weights = [], []
@@ -54,7 +58,10 @@ def launch(
                 parts = [part / total if total else math.nan for part in parts]
         experts.append(found)
         weights.append([part * scale * factors[e] for part, e in zip(parts, found, strict=True)])
-    shape = (logits.shape[0], num_active)
+    if shared_weight != "none":
+        experts = [[*found, logits.shape[1]] for found in experts]
+        weights = [[*own, gate] for own, gate in zip(weights, gates.tolist(), strict=True)]
+    shape = (logits.shape[0], num_active + (shared_weight != "none"))
     chosen = torch.tensor(experts, dtype=torch.int32, device=logits.device).view(shape)
     return chosen, torch.tensor(weights, dtype=torch.float32, device=logits.device).view(shape)
 

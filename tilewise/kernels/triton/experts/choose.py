@@ -1,7 +1,8 @@
 """Choose the experts of each token, and their weights.
 
 what     scores of N logits, the k largest of them, with a correction and among the best groups if
-         there are any, and the weights of these; see `ops.choose_experts`
+         there are any, and the weights of these; and, where all tokens share a block, that block
+         and its weight; see `ops.choose_experts`
 grid     (tokens,)
 program  a token: k maxima in turn
 traffic  the logits once
@@ -22,6 +23,7 @@ from tilewise.kernels.host.planned import planned
 from tilewise.kernels.triton.elements import why_not as why_not
 
 _SCORES = {"softmax": 0, "sigmoid": 1, "sparse_mixer": 2}
+_SHARED = {"none": 0, "one": 1, "sigmoid": 2}
 
 
 @triton.jit
@@ -82,6 +84,7 @@ def choose_kernel(
     BEST: tl.constexpr,
     GROUP_SLOTS: tl.constexpr,
     ACTIVE: tl.constexpr,
+    SHARED: tl.constexpr,
     EXPERTS: tl.constexpr,
     SLOTS: tl.constexpr,
 ):
@@ -143,9 +146,17 @@ def choose_kernel(
     if HAS_FACTORS:
         weight *= tl.load(factor_ptr + chosen).to(tl.float32)
     weight = tl.where(broken, float("nan"), weight)
-    to = token * ACTIVE + slot
-    tl.store(chosen_ptr + to, chosen, mask=slot < ACTIVE)
-    tl.store(weight_ptr + to, weight, mask=slot < ACTIVE)
+    COUNT: tl.constexpr = ACTIVE + (SHARED > 0)
+    if SHARED > 0:
+        own = 1.0
+        if SHARED == 2:
+            gate = tl.load(logits_ptr + token * stride_logits + num_experts).to(tl.float32)
+            own = 1.0 / (1.0 + tl.exp(-gate))
+        weight = tl.where(slot == ACTIVE, own, weight)
+        chosen = tl.where(slot == ACTIVE, num_experts, chosen)
+    to = token * COUNT + slot
+    tl.store(chosen_ptr + to, chosen, mask=slot < COUNT)
+    tl.store(weight_ptr + to, weight, mask=slot < COUNT)
 
 
 @planned
@@ -163,14 +174,17 @@ def launch(
     num_active_groups: int,
     best_in_group: int,
     jitter: float,
+    shared_weight: str,
 ) -> tuple[Tensor, Tensor]:
-    """Return the chosen experts, int32 (T, k), and their weights, float32 (T, k).
+    """Return the chosen experts, int32 (T, k) or (T, k + 1), and their weights, float32.
 
     The arguments are those of `ops.choose_experts`, whose docstring has the rules.
     """
-    tokens, num_experts = logits.shape
-    chosen = maker.empty((tokens, num_active), torch.int32)
-    weights = maker.empty((tokens, num_active), torch.float32)
+    shared = _SHARED[shared_weight]
+    tokens, num_experts = logits.shape[0], logits.shape[1] - (shared == 2)
+    count = num_active + (shared > 0)
+    chosen = maker.empty((tokens, count), torch.int32)
+    weights = maker.empty((tokens, count), torch.float32)
     if tokens == 0:
         return chosen, weights
     experts = triton.next_power_of_2(num_experts)
@@ -197,8 +211,9 @@ def launch(
         BEST=best_in_group if num_groups > 1 else 1,
         GROUP_SLOTS=triton.next_power_of_2(num_groups),
         ACTIVE=num_active,
+        SHARED=shared,
         EXPERTS=experts,
-        SLOTS=triton.next_power_of_2(num_active),
+        SLOTS=triton.next_power_of_2(count),
         num_warps=1 if experts <= 256 else 4,
     )
     return chosen, weights
