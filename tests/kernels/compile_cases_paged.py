@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -176,7 +177,9 @@ def _one_group(spec: PagedSpec) -> tuple[Tensor, ...]:
     return skipped, table, lengths, meta(2, dtype=torch.int32), rows
 
 
-def launch_byte_decode(spec: PagedSpec, *, head_scales: bool = False) -> None:
+def launch_byte_decode(
+    spec: PagedSpec, *, head_scales: bool = False, is_planned: bool = False
+) -> None:
     """Call the launcher of Hopper's kernel over 8-bit caches."""
     from tilewise.kernels.gluon.paged import plan as paged_attention
 
@@ -194,6 +197,7 @@ def launch_byte_decode(spec: PagedSpec, *, head_scales: bool = False) -> None:
         seqlens_k=meta(spec.num_seqs, dtype=torch.int32),
         cu_seqlens_q=meta(spec.num_seqs + 1, dtype=torch.int32),
         sinks=meta(spec.num_q_heads, dtype=torch.float32) if spec.has_sinks else None,
+        plan=meta(4096, 8, dtype=torch.int32) if is_planned else None,
         k_scale=scale,
         v_scale=scale,
     )
@@ -251,6 +255,30 @@ def byte_decode_cases() -> Iterator[Case]:
             products=False,
             slow=slow,
         )
+
+
+def launch_direct(spec: PagedSpec, *, head_scales: bool = False) -> None:
+    """Call the launcher of the kernel over 8-bit caches where mma.sync is the product."""
+    from tilewise.kernels.gluon.paged import plan as paged_attention
+
+    with mock.patch.object(paged_attention, "_is_direct", return_value=True):
+        launch_byte_decode(spec, head_scales=head_scales, is_planned=True)
+
+
+def direct_decode_cases() -> Iterator[Case]:
+    """Yield the kernel over 8-bit caches where mma.sync is the product."""
+    for arch in (80, 89):
+        for name, (changes, head_scales, slow) in _BYTES.items():
+            spec = serving_spec(**_DECODE | changes)
+            if spec.cache_dtype == torch.uint8 or spec.block_size % 16:
+                continue
+            yield Case(
+                f"sm_{arch}-gluon-direct-{name}",
+                arch,
+                lambda spec=spec, heads=head_scales: launch_direct(spec, head_scales=heads),  # type: ignore[misc]
+                products=False,
+                slow=slow,
+            )
 
 
 def launch_elementwise(head_dim: int, dtype: torch.dtype) -> None:
@@ -319,4 +347,4 @@ def paged_cases() -> Iterator[Case]:
             )
 
 
-CASES = [*paged_cases(), *byte_decode_cases(), *mla_cases()]
+CASES = [*paged_cases(), *byte_decode_cases(), *direct_decode_cases(), *mla_cases()]

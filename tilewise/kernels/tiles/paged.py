@@ -412,6 +412,54 @@ def byte_decode_keys(spec: PagedSpec) -> int:
     return NIBBLE_KEYS if is_narrow else BYTE_KEYS
 
 
+class DirectTile(NamedTuple):
+    """Tiles of the decode kernel over 8-bit caches where mma.sync is the product, see
+    `gluon.paged.direct`."""
+
+    keys: int  # of a step of its loop
+    registers: int  # of a thread at most
+    programs: int  # of a multiprocessor, as many as these registers allow
+    ahead: bool  # True if the next keys and values are loaded before these are multiplied
+
+
+DIRECT_MIN_SPLIT_KEYS = 32  # 1,024 keys alone: 9.0 us, with 64 10.5 (H200 as sm_80, 2026-11-30)
+
+
+def direct_decode_tile(spec: PagedSpec) -> DirectTile:
+    """Choose the tile of the decode kernel over 8-bit caches where mma.sync is the product.
+
+    64 x 4,096 keys of e4m3, 32 heads on 8 of 128: 144 us, loaded after they are multiplied 155; of
+    64 heads on 8 of 64 103 us, loaded after and with four programs 88 (H200 as sm_80, 2026-11-30,
+    lab/results/ampere_bytes_h200.json).
+    """
+    if spec.head_dim == 64:
+        return DirectTile(32, 128, 4, ahead=False)
+    return DirectTile(32, 255, 2, ahead=True)
+
+
+def direct_decode_plan(spec: PagedSpec, sm_count: int) -> SplitPlan:
+    """Return the splits of the decode kernel over 8-bit caches where mma.sync is the product, one
+    warp of which reads the keys of one head.
+
+    All splits run at once, or those of more sequences than that: a CTA that finds no pair would
+    wait for a place.
+    """
+    tile = direct_decode_tile(spec)
+    groups = replace(spec, num_q_heads=spec.num_q_heads // 4, num_kv_heads=spec.num_kv_heads // 4)
+    plan = plan_splits(
+        groups,
+        TileConfig(16, tile.keys, 4, 2),
+        max(1, spec.max_seqlen_q),
+        sm_count,
+        programs_per_sm=tile.programs,
+        min_split_keys=DIRECT_MIN_SPLIT_KEYS,
+        waves=PLANNED_WAVES,
+    )
+    if plan.fixed:
+        return plan
+    return replace(plan, num_pairs=min(plan.num_pairs, plan.target_pairs + spec.num_seqs))
+
+
 def paged_work(spec: PagedSpec, arch: int, sm_count: int) -> PagedWork:
     """Choose the kernels of one call of paged attention: the split kernel for short runs, the rows
     kernel over tiles of rows for long ones, or both.

@@ -131,6 +131,16 @@ def key_order(x):
 
 
 @gluon.jit
+def word_order(x):
+    """Return x (rows, width) with its channels in the order in which `paged.direct` multiplies
+    them: as `key_order`, but a register has channels 0 and 2 of a word, or 1 and 3."""
+    rows: gl.constexpr = x.shape[0]
+    width: gl.constexpr = x.shape[1]
+    parts = x.reshape([rows, width // 64, 4, 4, 2, 2])
+    return parts.permute((0, 1, 3, 5, 2, 4)).reshape([rows, width])
+
+
+@gluon.jit
 def keys_operand(x, KIND: gl.constexpr):
     """Return the left operand (HEADS, keys, width) of k q^T of int8 bits (HEADS * keys, width)."""
     N: gl.constexpr = x.shape[0] // HEADS

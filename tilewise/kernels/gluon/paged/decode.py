@@ -44,6 +44,7 @@ from tilewise.kernels.gluon.device.byte_operands import (
     value_order,
     value_pairs,
     values_operand,
+    word_order,
 )
 from tilewise.kernels.gluon.device.compat import partition_barrier, reinterpret, tma_load
 from tilewise.kernels.gluon.device.early import await_previous, begin_next
@@ -90,6 +91,7 @@ class Shape(NamedTuple):
     early: int = 0  # mode of `kernels.early`
     loader_registers: int = 24
     log: int = 0  # of 4 bits, log2 of the channels that are rotated together
+    in_words: bool = False  # True if keys are multiplied in `word_order`
 
 
 class Ring(NamedTuple):
@@ -185,7 +187,7 @@ def _scales_of(scales, shape: gl.constexpr):
 
 
 @gluon.jit
-def _queries(q, start, run, group, stride_t, stride_h, shape: gl.constexpr):
+def queries_operand(q, start, run, group, stride_t, stride_h, shape: gl.constexpr):
     """Return q^T of the rows of a group of key heads as the right operand of products.
 
     Args:
@@ -201,7 +203,7 @@ def _queries(q, start, run, group, stride_t, stride_h, shape: gl.constexpr):
     MMA: gl.constexpr = sum_layout()
     R: gl.constexpr = shape.rows
     W: gl.constexpr = shape.width
-    token, q_head = _place_of(gl.arange(0, HEADS * R, gl.SliceLayout(1, BLOCKED)), group, shape)
+    token, q_head = place_of(gl.arange(0, HEADS * R, gl.SliceLayout(1, BLOCKED)), group, shape)
     channel = gl.arange(0, W, gl.SliceLayout(0, BLOCKED))
     at = (start + token).to(gl.int64) * stride_t + q_head * stride_h
     inside = gl.expand_dims(token < run, 1)
@@ -217,6 +219,8 @@ def _queries(q, start, run, group, stride_t, stride_h, shape: gl.constexpr):
     if shape.kind == INT4:
         total = gl.sum(x.to(gl.float32), 1)
         x = nibble_key_order(divide_odd(x))
+    elif shape.in_words:
+        x = word_order(x)
     else:
         x = key_order(x)
     x = x.reshape([HEADS, R, W]).permute((0, 2, 1))
@@ -228,7 +232,7 @@ def _queries(q, start, run, group, stride_t, stride_h, shape: gl.constexpr):
 
 
 @gluon.jit
-def _place_of(row, group, shape: gl.constexpr):
+def place_of(row, group, shape: gl.constexpr):
     """Return, for `row` numbers of a group's tile (all rows of its first head, then of the next),
     the token in its run and the query head.
 
@@ -343,8 +347,8 @@ def _fold_pair(given, num_pairs, pair, group, before, shape: gl.constexpr):
     first_pair = gl.load(record + 6)
     num_splits = gl.load(record + 7)
     used = gl.minimum(gl.maximum(gl.load(cu_seqlens_q + num_seqs), 0), num_tokens)
-    _clear(o, lse, used + pair, num_pairs, num_tokens, group, shape)
-    operand, power, q_sums = _queries(q, start, run, group, stride_qt, stride_qh, shape)
+    clear_rows(o, lse, used + pair, num_pairs, num_tokens, group, shape)
+    operand, power, q_sums = queries_operand(q, start, run, group, stride_qt, stride_qh, shape)
     row_scale = gl.expand_dims(power * scale_log2, 1)
     of_heads = group * HEADS + gl.arange(0, HEADS, heads)
     if not shape.slot_scales:
@@ -439,7 +443,7 @@ def _fold_pair(given, num_pairs, pair, group, before, shape: gl.constexpr):
         if not (shape.alone or shape.merges) and (pair == first_pair) & (group == 0):
             gl.store(bounds + 2 * seq, first_pair)
             gl.store(bounds + 2 * seq + 1, num_splits)
-        _finish(
+        finish_rows(
             value_order(acc),
             missing.reshape([HEADS * R]),
             l.reshape([HEADS * R]),
@@ -589,7 +593,7 @@ def _keep_pairs(pairs, first_key, low, high):
 
 
 @gluon.jit
-def _finish(
+def finish_rows(
     total,
     missing,
     l,
@@ -626,7 +630,7 @@ def _finish(
     l = gl.convert_layout(l, by_row)
     m = gl.convert_layout(m, by_row)
     row = gl.arange(0, HEADS * shape.rows, by_row)
-    token, q_head = _place_of(row, group, shape)
+    token, q_head = place_of(row, group, shape)
     inside = token < run
     unseen = l == 0.0
     if shape.sinks:
@@ -649,17 +653,17 @@ def _finish(
         gl.store(o + gl.expand_dims(at, 1) + channel, total.to(o.dtype.element_ty), mask=mask)
         gl.store(lse + q_head.to(gl.int64) * num_tokens + start + token, value, mask=inside)
     else:
-        part = _part_of(pair, row, group, max_run, shape)
+        part = part_of(pair, row, group, max_run, shape)
         gl.store(part_o + gl.expand_dims(part * shape.width, 1) + channel, total, mask=mask)
         gl.store(part_lse + part, value, mask=inside)
 
 
 @gluon.jit
-def _part_of(pair, row, group, max_run, shape: gl.constexpr):
+def part_of(pair, row, group, max_run, shape: gl.constexpr):
     """Return where the part of each row lies: its index in part_lse, and of its vector in part_o.
 
     pair: the number of a sequence's split in the plan; group: the number of the group of HEADS key
-    heads; row: numbers of rows in the group's tile, as in `_place_of`; max_run: the most new tokens
+    heads; row: numbers of rows in the group's tile, as in `place_of`; max_run: the most new tokens
     of a sequence.
     """
     head = group * HEADS + row // shape.rows
@@ -695,7 +699,7 @@ def _merge(
     BLOCKED: gl.constexpr = gl.BlockedLayout([1, 4], [2, 16], [4, 1], [1, 0])
     by_row: gl.constexpr = gl.SliceLayout(1, BLOCKED)
     row = gl.arange(0, R, by_row)
-    token, q_head = _place_of(row, group, shape)
+    token, q_head = place_of(row, group, shape)
     inside = token < run
     mask = gl.expand_dims(inside, 1)
     channel = gl.expand_dims(gl.arange(0, W, gl.SliceLayout(0, BLOCKED)), 0)
@@ -704,7 +708,7 @@ def _merge(
     m = gl.full([R], LOWEST, gl.float32, by_row)
     for split in range(num_splits):
         # From L2, where the other CTAs have left them.
-        part = _part_of(first_pair + split, row, group, max_run, shape)
+        part = part_of(first_pair + split, row, group, max_run, shape)
         value = gl.load(part_lse + part, mask=inside, other=float("-inf"), cache_modifier=".cg")
         at = part_o + gl.expand_dims(part * W, 1) + channel
         total = gl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
@@ -724,7 +728,7 @@ def _merge(
 
 
 @gluon.jit
-def _clear(o, lse, first, step, num_tokens, group, shape: gl.constexpr):
+def clear_rows(o, lse, first, step, num_tokens, group, shape: gl.constexpr):
     """Write o = 0 and lse = -inf for the heads of a group to rows of no sequence: row `first`, and
     every `step`-th after it."""
     of_group: gl.constexpr = HEADS * shape.group

@@ -1,8 +1,9 @@
-"""Paged attention on Hopper: which calls its own kernel takes, and what is launched for them.
+"""Paged attention on Hopper, and where mma.sync is the product: which calls kernels of their own
+take, and what is launched for them.
 
 The contract is that of `kernels.triton.paged.plan`. Taken are short runs over 8-bit caches,
 where widening by the portable kernel costs more than memory; 16-bit caches it reads at the speed of
-memory itself.
+memory itself. `direct_plan` has what differs where mma.sync is the product.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from torch import Tensor
 from tilewise.kernels import device
 from tilewise.kernels.gluon.device.byte_operands import HEADS, LINE
 from tilewise.kernels.gluon.device.warpgroup import LOG2E
+from tilewise.kernels.gluon.mma import plan as mma
+from tilewise.kernels.gluon.paged import direct_plan as direct
 from tilewise.kernels.gluon.paged.decode import ROWS, Shape, paged_decode_kernel
 from tilewise.kernels.host.descriptors import token_descriptor, why_no_descriptor
 from tilewise.kernels.host.plan import LaunchPlan, Maker
@@ -47,19 +50,26 @@ REGISTERS = 128  # of a thread at the start: two CTAs of eight warps fill the fi
 # keys of 4 bits take 95.5 us, and 94.3 with a CTA for each pair and a kernel that merges (H200,
 # 2026-11-30, lab/results/paged_int4_h200.json).
 SEATS = 2
-_ARCH = 90
 _SMALLEST_BLOCK = 8  # rows of a swizzled tile; smaller copies are slower than 8 bits are worth
 
 
 def why_not(spec: PagedSpec) -> str | None:
-    """Say why this kernel cannot run `spec` on the device at hand, which must be a Hopper GPU (or
-    "cuda" where no GPU is seen), or return None when it can; `why_not_decode` has the other
-    rules."""
+    """Say why no kernel can run `spec` on the device at hand, which must be a Hopper GPU (or "cuda"
+    where no GPU is seen) or have mma.sync and nothing faster, or return None when one can;
+    `why_not_decode` has the rules of both."""
+    if _is_direct(spec):
+        return direct.why_not(spec) or why_not_decode(spec)
     return device.why_not_hopper(spec.device_type) or why_not_decode(spec)
 
 
+def _is_direct(spec: PagedSpec) -> bool:
+    """Return whether a call is for CUDA and the GPU at hand has mma.sync and nothing faster."""
+    where = spec.device_type == "cuda" and torch.cuda.is_available()
+    return where and mma.is_served(device.arch_of(torch.device("cuda")))
+
+
 def why_not_decode(spec: PagedSpec) -> str | None:
-    """Say why the kernel cannot run `spec` on Hopper, or return None when it can: a cache of 8 or 4
+    """Say why no kernel can run `spec` on any GPU, or return None when one can: a cache of 8 or 4
     bits, D = Dv of 64 or 128 (256 of 4 bits), at most 16 rows (new tokens times group), blocks of a
     power of two from 8 on, key heads in fours, and none of softcap, ALiBi, trees, shared prefixes
     and batch invariance."""
@@ -111,7 +121,8 @@ def plan_fwd(call: Call) -> LaunchPlan | Refusal:
 
 def why_not_call(call: Call) -> str | None:
     """Say why `plan_fwd` refuses a call, or return None when it does not."""
-    return why_not(call.spec) or why_not_layouts(call)
+    layouts = direct.why_not_layouts if _is_direct(call.spec) else why_not_layouts
+    return why_not(call.spec) or layouts(call)
 
 
 def why_not_layouts(call: Call) -> str | None:
@@ -146,21 +157,26 @@ def made_fwd(call: Call, tuned: tuple[int, SplitPlan] | None = None) -> LaunchPl
     if spec.num_tokens == 0:
         return maker.finish((o, lse))
     short, sm_count = _short(spec), device.sm_count_of(maker.device)
-    stages, splits = tuned or tiles.byte_decode_plan(short, sm_count)
-    _add_decode(maker, short, given, o, lse, stages, splits)
-    tile_n = tiles.byte_decode_keys(short)
-    chosen = {"split": TileConfig(_rows_of(short), tile_n, 5, stages)}  # a warp loads
+    if _is_direct(spec):
+        direct.add_decode(maker, short, given, o, lse, tiles.direct_decode_plan(short, sm_count))
+        chosen = {"split": direct.tile_of(short)}
+    else:
+        stages, splits = tuned or tiles.byte_decode_plan(short, sm_count)
+        _add_decode(maker, short, given, o, lse, stages, splits)
+        tile_n = tiles.byte_decode_keys(short)
+        chosen = {"split": TileConfig(_rows_of(short), tile_n, 5, stages)}  # a warp loads
     if short is not spec:
         _add_rows(maker, spec, given, o, lse)
-        chosen["rows"] = tiles.paged_rows_config(spec, _ARCH)
+        chosen["rows"] = tiles.paged_rows_config(spec, device.arch_of(maker.device))
     return maker.finish((o, lse), lambda: chosen)
 
 
 def _add_rows(maker: Maker, spec: PagedSpec, given: PagedTensors, o: Tensor, lse: Tensor) -> None:
     """Add to the plan the launch of the portable kernel for runs of more than one token, which
     writes their rows of o and lse."""
-    scales = Scales.of(given.k_cache, given.k_scale, given.v_scale, lse, _ARCH)
-    config = tiles.paged_rows_config(spec, _ARCH)
+    arch = device.arch_of(maker.device)
+    scales = Scales.of(given.k_cache, given.k_scale, given.v_scale, lse, arch)
+    config = tiles.paged_rows_config(spec, arch)
     launch_rows(
         maker,
         given.q,
@@ -283,6 +299,8 @@ def plan_pairs(spec: PagedSpec, where: torch.device) -> int:
     without tokens."""
     if spec.num_tokens == 0:
         return 0
+    if _is_direct(spec):
+        return tiles.direct_decode_plan(_short(spec), device.sm_count_of(where)).num_pairs
     plan = tiles.byte_decode_plan(_short(spec), device.sm_count_of(where))[1]
     return plan.num_pairs + counter_rows(spec, plan, device.sm_count_of(where))
 
@@ -317,6 +335,10 @@ def fill_plan(
 ) -> None:
     """Write the records of sequences with these lengths, which CTAs attend over which keys, to
     `records` of `plan_pairs` rows; counters are not written."""
+    if _is_direct(spec):
+        pieces = tiles.direct_decode_plan(_short(spec), device.sm_count_of(maker.device))
+        direct.fill(maker.launch, records, _short(spec), seqlens_k, cu_seqlens_q, pieces)
+        return
     _, splits = tiles.byte_decode_plan(_short(spec), device.sm_count_of(maker.device))
     _fill(maker.launch, records, _short(spec), seqlens_k, cu_seqlens_q, splits)
 
