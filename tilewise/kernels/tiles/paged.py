@@ -105,6 +105,8 @@ BYTE_TILE_N, PROGRAMS_OF_BYTES, PROGRAMS_OF_LONE_BYTES, LONE_HEADS = 128, 3, 2, 
 # of 773, after 3,000 899 in place of 930 (H200, lab/results/lone_decode_h200.json, 2026-11-30).
 WHOLE_PROGRAMS, WHOLE_TILE_N, WHOLE_STAGES = 2, 64, 3
 _LEAST_FILLED = 0.9
+# Windows of fewer keys are read by programs of two warps, where rows have 256 bytes.
+SHORT_WINDOW = 256
 # Of gluon.paged.decode: 64 x 4,096 keys of 4 bits took 89.0 us, with tiles of 32 keys 95.0, of
 # 16 keys 106; of e4m3 140, with tiles of 32 keys 141.5 (H200, 2026-11-30, paged_int4_h200.json).
 BYTE_STAGES, BYTE_PROGRAMS_PER_SM, BYTE_MIN_SPLIT_KEYS = 4, 2, 256
@@ -192,6 +194,10 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
     245.9 us in place of 249.3, 32 x 1,024 would take 41.3 in place of 40.9 (2026-11-23,
     lab/results/tune_paged_planned_h200.json), and so of 256 channels: planned, 0.38 to 0.96 of a
     read on six shapes in place of 0.35 to 0.69 (lab/results/decode_d256_h200.json, 2026-11-29).
+    Rows of 256 bytes there (64 channels): three steps of 16 KiB in place of four, 4 to 7 % less for
+    128 x 1,056, 32 x 544 and 8 x 2,048 keys, 64 heads on 8, 3 % more for one of 131,072. Behind a
+    window of 128 keys they are read by two warps, 32 keys a step: 256 x 544 take 27.4 us in place
+    of 34.4, 32 x 544 10.8 in place of 15.5 (2026-11-30, lab/results/window_decode_h200.json).
     Elsewhere 32 KiB and two steps, of narrower heads than 128 channels as on Hopper: as sm_80 on an
     H200 0.86 to 0.94 of a read, of three steps 0.71 to 0.91 (bf16, block 16; 2026-11-29,
     docs/design/ampere.md).
@@ -210,6 +216,10 @@ def paged_split_config(spec: PagedSpec, run: int, arch: int) -> TileConfig:
     else:
         step_bytes, num_stages = 16384, 4
     tile_n = min(max(16, 1 << (step_bytes // size).bit_length() - 1), 128)
+    if is_measured and is_hopper and size == 256:
+        if 0 <= spec.window_left < SHORT_WINDOW and tile_m == 16:
+            return TileConfig(tile_m, 32, 2, 3)
+        num_stages = 3
     is_plain = not (spec.has_alibi or spec.softcap > 0)  # with those 128 keys spill
     if spec.cache_dtype == FOUR_BITS and is_hopper and is_plain and tile_m == 16 and size <= 512:
         tile_n, num_stages = 128, 3  # 34 % of a read in place of 20 (H200, 64 x 4,096, D 128)
